@@ -13,7 +13,7 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
-#include "comm/gather_by.h"
+#include "comm/transport_traits.h"
 #include "device/stream.h"
 
 namespace fsdp {
@@ -32,72 +32,88 @@ struct FlightGroup {
   std::uint64_t issued = 0;
 };
 
+// An all-gather of a group, as Communicator::all_gather.
+struct GatherPart {
+  const void* input;
+  void* output;
+  std::size_t bytes;
+};
+
+// Memory that is registered with a transport. All ranks make these calls together, except `holds`
+// and `count`. The communicator owns this object, and inputs and outputs are freed before. Shards
+// and gradients may be freed at any time, by any thread.
+class RegisteredMemory {
+ public:
+  // If registering is not possible, this is memory of the device.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) = 0;
+  // Whether `allocate` registers memory. It is false after a rank has failed to register some.
+  virtual bool can_register() const = 0;
+  // Whether `memory` lies in registered memory.
+  virtual bool holds(const void* memory) const = 0;
+  // The number of buffers that are registered now.
+  virtual int count() const = 0;
+  // Frees buffers that no rank holds any more, if freeing them was put off: Note [order of windows]
+  // in comm/nccl/nccl_buffers.h.
+  virtual void free_unused() = 0;
+  // The largest number that any rank passes, or `mine` if registering is not possible.
+  virtual std::uint64_t most(std::uint64_t mine) = 0;
+
+ protected:
+  ~RegisteredMemory() = default;
+};
+
+// What a transport implements: the pure virtual methods, and those that it has more for.
 class Communicator {
  public:
+  Communicator(TransportTraits traits, int rank, int size)
+      : traits_(std::move(traits)), rank_(rank), size_(size) {}
   virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
-  virtual const char* transport() const = 0;  // "shared_memory", "process_group", "nccl", ...
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  const TransportTraits& traits() const { return traits_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
 
   // Names the stream that all collectives of this communicator will run on, before the first one. A
   // communicator that is not told says less about ranks that wait for each other.
   virtual void serve(Stream& /*stream*/) {}
 
-  // Whether collectives have run when these calls return, on the thread that calls: Note [inline
-  // groups]. Nothing overlaps them then.
-  virtual bool is_inline() const { return false; }
-
   // Error messages call the following collectives `what`, which must outlive them. If the transport
   // can, it checks that all ranks have the same `tag`: Note [collective tags].
-  virtual void announce(const std::string& /*what*/, std::uint64_t /*tag*/) {}
+  void announce(const std::string& what, std::uint64_t tag) {
+    what_ = &what;
+    tag_ = tag;
+  }
+  void announce(std::string&& what, std::uint64_t tag) = delete;
 
-  // Memory that this transport reads and writes best, under the rules of Device::allocate. All
-  // ranks make the call together. Inputs and outputs are freed before the communicator is
-  // destroyed. Shards and gradients may be freed at any time, by any thread.
-  virtual std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) {
+  // Null if memory is not registered with this transport.
+  virtual RegisteredMemory* registered_memory() { return nullptr; }
+
+  // Memory that this transport reads and writes best, under the rules of Device::allocate and
+  // RegisteredMemory. All ranks make the call together.
+  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) {
+    RegisteredMemory* const registered = registered_memory();
+    return registered != nullptr ? registered->allocate(bytes, use)
+                                 : allocate_alone(device, bytes, use);
+  }
+
+  // The same, but ranks need not call it together, as within a step. So it is not registered.
+  virtual std::shared_ptr<void> allocate_alone(Device& device, std::size_t bytes,
+                                               BufferUse /*use*/) {
     return device.allocate(bytes);
   }
 
-  // The same, for memory that is first needed within a step. The ranks need not call it together,
-  // so it is not registered with the transport.
-  virtual std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes, BufferUse use) {
-    return allocate(device, bytes, use);
-  }
-
-  // Whether `allocate` registers memory, so that shards and gradients should lie in such memory.
-  virtual bool registers_buffers() const { return false; }
-  // Whether `memory` lies in registered memory.
-  virtual bool is_registered(const void* /*memory*/) const { return false; }
-  // Frees buffers that no rank holds any more, if freeing them was put off: Note [order of windows]
-  // in comm/nccl/nccl_buffers.h. All ranks call it together.
-  virtual void free_unused() {}
-  // Whether all ranks pass true. They call it together.
-  virtual bool all_agree(bool mine) { return mine; }
-  // If `allocate` registers memory, the largest number that any rank passes, and otherwise `mine`.
-  // All ranks call it together.
-  virtual std::uint64_t most(std::uint64_t mine) { return mine; }
-
-  // The number of buffers from `allocate` that are registered with the transport now.
-  virtual int registered_buffers() const { return 0; }
-
-  // See Note [gather plans].
-  virtual GatherBy gather_by() const { return GatherBy::Packing; }
-  // The all-gathers between these two calls are one launch, unless gather_by is Packing. The
-  // distances between their inputs are the same on all ranks.
-  virtual void group_start() {}
-  virtual void group_end() {}
-
-  // Whether collectives are composed of messages: Note [composed collectives].
-  virtual bool is_composed() const { return false; }
-  // The number of each rank's host, by rank, if ranks of one host share memory and those of several
-  // hosts send messages: Note [groups that span hosts]. Empty otherwise.
-  virtual std::vector<int> hosts() const { return {}; }
-  // The memory that the transport keeps for messages in flight.
-  virtual std::size_t message_staging_bytes() const { return 0; }
-
   // output[r * bytes, (r + 1) * bytes) = rank r's input[0, bytes).
   virtual void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) = 0;
+
+  // At least two all-gathers, in one launch unless gather_by is Packing. The distances between
+  // their inputs are the same on all ranks.
+  virtual void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) {
+    for (const GatherPart& part : parts) {
+      all_gather(stream, part.input, part.output, part.bytes);
+    }
+  }
 
   // output[0, numel) = sum over ranks of their input[rank() * numel, (rank() + 1) * numel).
   virtual void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -143,7 +159,18 @@ class Communicator {
   // Why communication has failed; empty if it has not.
   virtual std::string async_error() = 0;
 
+ protected:
+  // What was announced last.
+  const std::string& what() const { return *what_; }
+  std::uint64_t tag() const { return tag_; }
+
  private:
+  const TransportTraits traits_;
+  const int rank_;
+  const int size_;
+  const std::string unnamed_ = "a collective";
+  const std::string* what_ = &unnamed_;
+  std::uint64_t tag_ = 0;
   std::shared_ptr<FlightGroup> flight_group_;
 };
 

@@ -17,7 +17,10 @@ namespace {
 class SimulatedCommunicator final : public Communicator {
  public:
   SimulatedCommunicator(Device& device, const SimulatedOptions& options)
-      : device_(device), options_(options), random_(options.seed) {
+      : Communicator(simulated_traits(options.on_gpu), options.rank, options.size),
+        device_(device),
+        options_(options),
+        random_(options.seed) {
     FSDP_CHECK(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
                "The simulated transport got rank ", options.rank, " of ", options.size,
                " ranks. Ranks count from 0 to the number of ranks minus 1.");
@@ -28,48 +31,26 @@ class SimulatedCommunicator final : public Communicator {
     }
   }
 
-  const char* transport() const override { return "simulated"; }
-  int rank() const override { return options_.rank; }
-  int size() const override { return options_.size; }
-  GatherBy gather_by() const override { return options_.gather_by; }
-
   // Zeroed, because collectives leave parts of their outputs unwritten.
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse /*use*/) override {
+  std::shared_ptr<void> allocate_alone(Device& device, std::size_t bytes,
+                                       BufferUse /*use*/) override {
     std::shared_ptr<void> memory = device.allocate(bytes);
     device.fill(device.compute_stream(), memory.get(), 0, bytes);
     return memory;
   }
 
-  void group_start() override { in_group_ = true; }
-
-  void group_end() override {
-    in_group_ = false;
-    if (!group_.empty()) {
-      enqueue_transfer(*grouped_on_, options_.gather, group_bytes_, group_);
-      group_.clear();
-      group_bytes_ = 0;
-    }
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    enqueue_transfer(stream, options_.gather, bytes * ranks(), {move_of({input, output, bytes})});
   }
 
-  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    Move move;
-    move.source = input;
-    move.bytes = bytes;
-    if (options_.whole_traffic) {
-      move.destination = output;
-      move.count = options_.size;
-      move.destination_step = bytes;
-    } else {
-      move.destination = static_cast<char*>(output) + ranks_before_this() * bytes;
+  void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
+    std::vector<Move> moves;
+    std::size_t bytes = 0;
+    for (const GatherPart& part : parts) {
+      moves.push_back(move_of(part));
+      bytes += part.bytes * ranks();
     }
-    const std::size_t all = bytes * ranks();
-    if (in_group_) {
-      group_.push_back(move);
-      group_bytes_ += all;
-      grouped_on_ = &stream;
-      return;
-    }
-    enqueue_transfer(stream, options_.gather, all, {move});
+    enqueue_transfer(stream, options_.gather, bytes, std::move(moves));
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -79,7 +60,7 @@ class SimulatedCommunicator final : public Communicator {
     move.source = input;
     move.destination = output;
     move.bytes = segment;
-    if (options_.whole_traffic) {
+    if (options_.on_gpu) {
       move.count = options_.size;
       move.source_step = segment;
       move.written_piece = options_.rank;
@@ -120,6 +101,20 @@ class SimulatedCommunicator final : public Communicator {
   std::size_t ranks() const { return static_cast<std::size_t>(options_.size); }
   std::size_t ranks_before_this() const { return static_cast<std::size_t>(options_.rank); }
 
+  Move move_of(const GatherPart& part) const {
+    Move move;
+    move.source = part.input;
+    move.bytes = part.bytes;
+    if (options_.on_gpu) {
+      move.destination = part.output;
+      move.count = options_.size;
+      move.destination_step = part.bytes;
+    } else {
+      move.destination = static_cast<char*>(part.output) + ranks_before_this() * part.bytes;
+    }
+    return move;
+  }
+
   void enqueue_transfer(Stream& stream, const LinkCost& cost, std::size_t bytes,
                         std::vector<Move> moves) {
     check();
@@ -145,15 +140,17 @@ class SimulatedCommunicator final : public Communicator {
   std::exponential_distribution<double> straggle_{1.0};
   std::mutex mutex_;  // guards error_
   std::string error_;
-
-  // - Used between group_start and group_end
-  bool in_group_ = false;
-  std::vector<Move> group_;
-  std::size_t group_bytes_ = 0;
-  Stream* grouped_on_ = nullptr;
 };
 
 }  // namespace
+
+TransportTraits simulated_traits(bool on_gpu) {
+  TransportTraits traits;
+  traits.name = "simulated";
+  traits.gather_by = on_gpu ? GatherBy::Size : GatherBy::Parameter;
+  traits.is_simulated = true;
+  return traits;
+}
 
 std::unique_ptr<Communicator> make_simulated_communicator(Device& device,
                                                           const SimulatedOptions& options) {

@@ -26,15 +26,17 @@ struct SimulatedOptions {
   double jitter = 0.0;
   std::uint64_t seed = 0;
   int multiprocessors = 0;  // that a collective occupies on a GPU; 0: none
-  GatherBy gather_by = GatherBy::Parameter;
-  // If true, a collective reads and writes as much of this device's memory as a real one would, and
-  // every rank's part is a copy of this rank's. If false, it moves only this rank's own part, which
+  // On a GPU, a collective reads and writes as much of its memory as a real one would, and every
+  // rank's part is a copy of this rank's. On the host, it moves only this rank's own part, which
   // keeps the host's cores free, and the rest of an output is unchanged.
-  bool whole_traffic = false;
+  bool on_gpu = false;
   // If false, collectives take their time but move nothing: the baseline that shows the compute
   // alone.
   bool moves_memory = true;
 };
+
+// Simulated ranks gather as the usual transport of their devices does.
+TransportTraits simulated_traits(bool on_gpu);
 
 // The device must outlive the communicator.
 std::unique_ptr<Communicator> make_simulated_communicator(Device& device,

@@ -57,6 +57,7 @@
 
 #include "base/check.h"
 #include "comm/communicator.h"
+#include "comm/messages/message_staging.h"
 #include "core/record/collective_history.h"
 #include "core/record/flight_tape.h"
 #include "device/stream.h"
@@ -71,6 +72,7 @@ class Lane {
   Lane(Device& device, const std::string& name, std::unique_ptr<Communicator> communicator)
       : device_(device),
         communicator_(std::move(communicator)),
+        registered_(communicator_->registered_memory()),
         drained_(device.new_event()),
         timeout_(device.timeout()),
         stream_(device.new_stream(name)) {
@@ -123,13 +125,21 @@ class Lane {
   // The largest number that a rank passes, for buffers that all ranks have to make alike: Note
   // [several meshes]. `may_differ` is the same on all ranks, which make this call together.
   std::size_t most(std::size_t mine, bool may_differ) {
-    return may_differ ? static_cast<std::size_t>(communicator_->most(mine)) : mine;
+    return may_differ && registered_ != nullptr ? static_cast<std::size_t>(registered_->most(mine))
+                                                : mine;
   }
 
   // As allocate, within a step, where ranks do not make this call together.
-  std::shared_ptr<void> allocate_in_step(std::size_t bytes, BufferUse use) {
-    return communicator_->allocate_in_step(device_, bytes, use);
+  std::shared_ptr<void> allocate_alone(std::size_t bytes, BufferUse use) {
+    return communicator_->allocate_alone(device_, bytes, use);
   }
+
+  // Whether `memory` lies in memory that is registered with the communicator.
+  bool is_registered(const void* memory) const {
+    return registered_ != nullptr && registered_->holds(memory);
+  }
+
+  int registered_buffers() const { return registered_ != nullptr ? registered_->count() : 0; }
 
   // Moves tensors into memory that is registered with the communicator, if it registers any: Note
   // [shards and gradients in windows]. All ranks call it together with the same sizes.
@@ -139,18 +149,19 @@ class Lane {
     std::function<void(std::shared_ptr<void>)> move;
   };
   void place_in_windows(const std::vector<Movable>& tensors, BufferUse use) {
-    if (!communicator_->registers_buffers() || tensors.empty()) {
+    if (registered_ == nullptr || !registered_->can_register() || tensors.empty()) {
       return;
     }
-    const auto is_placed = [this](const Movable& tensor) {
-      return communicator_->is_registered(tensor.memory);
+    const auto has_to_move = [this](const Movable& tensor) {
+      return !is_registered(tensor.memory);
     };
-    if (!communicator_->all_agree(std::all_of(tensors.begin(), tensors.end(), is_placed))) {
+    const bool any_has_to = std::any_of(tensors.begin(), tensors.end(), has_to_move);
+    if (registered_->most(any_has_to ? 1 : 0) > 0) {
       for (const Movable& tensor : tensors) {
-        tensor.move(communicator_->allocate(device_, tensor.bytes, use));
+        tensor.move(registered_->allocate(tensor.bytes, use));
       }
     }
-    communicator_->free_unused();
+    registered_->free_unused();
   }
 
   // Waits until no issued work runs any more, because the memory it uses is about to be freed. The
@@ -182,6 +193,7 @@ class Lane {
 
   Device& device_;
   std::unique_ptr<Communicator> communicator_;
+  RegisteredMemory* const registered_;  // of the communicator; may be null
   std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
   CollectiveHistory history_;
@@ -245,8 +257,8 @@ struct Lanes {
 // The memory that the transport keeps for messages in flight: for both lanes, and for the lanes of
 // smaller groups and other meshes.
 inline std::size_t message_staging_bytes(Lanes& lanes) {
-  std::size_t bytes = lanes.gather.communicator().message_staging_bytes() +
-                      lanes.reduce.communicator().message_staging_bytes();
+  const Communicator& communicator = lanes.gather.communicator();
+  std::size_t bytes = message_staging_bytes(communicator.traits(), communicator.size());
   for (const auto& group : lanes.groups) {
     bytes += message_staging_bytes(*group);
   }

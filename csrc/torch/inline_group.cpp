@@ -32,18 +32,10 @@ struct Next {
 
 class InlineCommunicator final : public Communicator {
  public:
-  InlineCommunicator(py::object collectives, const InlineRank& place)
-      : collectives_(std::move(collectives)), place_(place) {}
-
-  const char* transport() const override { return "process_group"; }
-  int rank() const override { return place_.rank; }
-  int size() const override { return place_.size; }
-  bool is_inline() const override { return true; }
-
-  void announce(const std::string& what, std::uint64_t tag) override {
-    what_ = &what;
-    tag_ = tag;
-  }
+  InlineCommunicator(TransportTraits traits, py::object collectives, const InlineRank& place)
+      : Communicator(std::move(traits), place.rank, place.size),
+        collectives_(std::move(collectives)),
+        place_(place) {}
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     run(stream, Kind::AllGather, bytes,
@@ -77,7 +69,6 @@ class InlineCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    tag_ = 0;  // what ranks compare is in the message
     run(stream, Kind::Host, bytes,
         [this, input, output, bytes] { all_gather_now(input, output, bytes); });
   }
@@ -107,7 +98,7 @@ class InlineCommunicator final : public Communicator {
         if (!error.matches(PyExc_Exception)) {
           throw;  // a KeyboardInterrupt, say
         }
-        abort(detail::concat("rank ", place_.global_rank, ": ", *what_,
+        abort(detail::concat("rank ", place_.global_rank, ": ", what(),
                              " failed over the process group: ", plain_text(error),
                              ". Look at the output of all ranks."));
         throw Error(error_);
@@ -123,13 +114,13 @@ class InlineCommunicator final : public Communicator {
     if (size() == 1) {
       return;
     }
-    Next mine{kind, bytes, tag_, {}};
-    std::snprintf(mine.what, sizeof(mine.what), "%s", what_->c_str());
+    Next mine{kind, bytes, tag(), {}};
+    std::snprintf(mine.what, sizeof(mine.what), "%s", what().c_str());
     std::vector<Next> all(static_cast<std::size_t>(size()));
     all_gather_now(&mine, all.data(), sizeof(mine));
     for (std::size_t other = 0; other < all.size(); ++other) {
       const Next& theirs = all[other];
-      FSDP_CHECK(theirs.kind == kind && theirs.bytes == bytes && theirs.tag == tag_, "rank ",
+      FSDP_CHECK(theirs.kind == kind && theirs.bytes == bytes && theirs.tag == tag(), "rank ",
                  place_.global_rank, ": ranks issued different collectives: this rank is in ",
                  mine.what, ", and rank ", other, " of its group is in ",
                  text_in(theirs.what, sizeof(theirs.what)),
@@ -146,9 +137,6 @@ class InlineCommunicator final : public Communicator {
 
   HeldObject collectives_;
   InlineRank place_;
-  const std::string unnamed_ = "a collective";
-  const std::string* what_ = &unnamed_;
-  std::uint64_t tag_ = 0;
   std::string error_;
 };
 
@@ -156,7 +144,11 @@ class InlineCommunicator final : public Communicator {
 
 std::unique_ptr<Communicator> make_inline_communicator(py::object collectives,
                                                        const InlineRank& place) {
-  return std::make_unique<InlineCommunicator>(std::move(collectives), place);
+  TransportTraits traits;
+  traits.name = "process_group";
+  traits.is_inline = true;
+  traits.sums_in_rank_order = true;
+  return std::make_unique<InlineCommunicator>(std::move(traits), std::move(collectives), place);
 }
 
 }  // namespace fsdp

@@ -33,18 +33,17 @@ struct FirstBlock {
 
 class ProcessGroupCommunicator final : public Communicator {
  public:
-  ProcessGroupCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+  ProcessGroupCommunicator(TransportTraits traits, c10::intrusive_ptr<c10d::ProcessGroup> group,
                            c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes,
-                           MessageStaging::Use use, bool groups_one_by_one,
-                           std::unique_ptr<HostRanks> host)
-      : group_(std::move(group)),
+                           MessageStaging::Use use, std::unique_ptr<HostRanks> host)
+      : Communicator(std::move(traits), group->getRank(), group->getSize()),
+        group_(std::move(group)),
         exchange_group_(exchange_group != nullptr ? std::move(exchange_group) : group_),
         lanes_(std::move(lanes)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
         exchange_backend_(exchange_group_->getBackend(c10::DeviceType::CPU)),
-        peers_read_(use == MessageStaging::Use::Gathers ? BufferUse::Output : BufferUse::Input),
-        groups_one_by_one_(groups_one_by_one) {
-    if (size() > 1 && has_messages(*backend_)) {
+        peers_read_(use == MessageStaging::Use::Gathers ? BufferUse::Output : BufferUse::Input) {
+    if (this->traits().is_composed) {
       composed_ = std::make_unique<ComposedCollectives>(
           messages_of(backend_), lanes_.members.global_ranks, use, std::move(host));
     }
@@ -58,38 +57,19 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  const char* transport() const override { return "process_group"; }
-  int rank() const override { return group_->getRank(); }
-  int size() const override { return group_->getSize(); }
-  GatherBy gather_by() const override {
-    return groups_one_by_one_ ? GatherBy::Size : gather_by_of(transport(), /*on_gpu=*/false);
-  }
   void serve(Stream& stream) override {
     if (published_ != nullptr) {
       static_cast<HostQueue&>(stream).publish_waits(published_->issuer.blocked);
     }
   }
-  void announce(const std::string& what, std::uint64_t tag) override {
-    what_ = &what;
-    tag_ = tag;
-  }
 
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
-    const HostRanks* host = ranks_of_host();
+  std::shared_ptr<void> allocate_alone(Device& device, std::size_t bytes, BufferUse use) override {
+    const HostRanks* host = composed_ != nullptr ? composed_->host() : nullptr;
     return host != nullptr && use == peers_read_ ? host->allocate(bytes) : device.allocate(bytes);
   }
 
-  bool is_composed() const override { return composed_ != nullptr; }
-  std::vector<int> hosts() const override {
-    const HostRanks* host = ranks_of_host();
-    return host != nullptr ? host->map().hosts() : std::vector<int>();
-  }
-  std::size_t message_staging_bytes() const override {
-    return composed_ != nullptr ? composed_->staging().bytes : 0;
-  }
-
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    enqueue(stream, [this, input, output, bytes, name = Named{what_, tag_}] {
+    enqueue(stream, [this, input, output, bytes, name = Named{&what(), tag()}] {
       if (composed_ != nullptr) {
         composed_->all_gather({*name.what, name.tag}, input, output, bytes);
       } else {
@@ -100,7 +80,7 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
-    enqueue(stream, [this, input, output, numel, dtype, name = Named{what_, tag_}] {
+    enqueue(stream, [this, input, output, numel, dtype, name = Named{&what(), tag()}] {
       if (composed_ != nullptr) {
         composed_->reduce_scatter({*name.what, name.tag}, input, output, numel, dtype);
       } else {
@@ -110,7 +90,7 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
-    enqueue(stream, [this, data, numel, dtype, name = Named{what_, tag_}] {
+    enqueue(stream, [this, data, numel, dtype, name = Named{&what(), tag()}] {
       if (composed_ != nullptr) {
         composed_->all_reduce({*name.what, name.tag}, data, numel, dtype);
       } else {
@@ -135,7 +115,7 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    enqueue(stream, [this, what = what_, input, output, bytes] {
+    enqueue(stream, [this, what = &what(), input, output, bytes] {
       if (composed_ != nullptr) {
         composed_->all_gather({*what, /*tag=*/0}, input, output, bytes);
       } else {
@@ -171,16 +151,12 @@ class ProcessGroupCommunicator final : public Communicator {
     std::uint64_t tag;
   };
 
-  const HostRanks* ranks_of_host() const {
-    return composed_ != nullptr ? composed_->host() : nullptr;
-  }
-
   template <typename Work>
   void enqueue(Stream& stream, Work work) {
     if (published_ != nullptr) {
       published_->issuer.issue();
     }
-    static_cast<HostQueue&>(stream).enqueue([this, what = what_, work] {
+    static_cast<HostQueue&>(stream).enqueue([this, what = &what(), work] {
       FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
       const Published published(published_, *what);
       try {
@@ -330,11 +306,7 @@ class ProcessGroupCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::intrusive_ptr<c10d::Backend> exchange_backend_;
   BufferUse peers_read_;  // what the collectives of this lane let the ranks of this host read
-  bool groups_one_by_one_;
   std::unique_ptr<ComposedCollectives> composed_;  // null if the backend has no messages
-  const std::string unnamed_ = "a collective";
-  const std::string* what_ = &unnamed_;
-  std::uint64_t tag_ = 0;
   std::atomic<bool> aborted_{false};
   std::mutex mutex_;
   std::string error_;
@@ -342,13 +314,27 @@ class ProcessGroupCommunicator final : public Communicator {
 
 }  // namespace
 
+TransportTraits process_group_traits(bool has_messages) {
+  TransportTraits traits;
+  traits.name = "process_group";
+  traits.is_composed = has_messages;
+  traits.sums_in_rank_order = has_messages;
+  return traits;
+}
+
 std::unique_ptr<Communicator> make_process_group_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes, MessageStaging::Use use,
     bool groups_one_by_one, std::unique_ptr<HostRanks> host) {
-  return std::make_unique<ProcessGroupCommunicator>(std::move(group), std::move(exchange_group),
-                                                    std::move(lanes), use, groups_one_by_one,
-                                                    std::move(host));
+  TransportTraits traits = process_group_traits(
+      group->getSize() > 1 && has_messages(*group->getBackend(c10::DeviceType::CPU)));
+  traits.gather_by = groups_one_by_one ? GatherBy::Size : traits.gather_by;
+  if (traits.is_composed && host != nullptr) {
+    traits.hosts = host->map().hosts();
+  }
+  return std::make_unique<ProcessGroupCommunicator>(std::move(traits), std::move(group),
+                                                    std::move(exchange_group), std::move(lanes),
+                                                    use, std::move(host));
 }
 
 }  // namespace fsdp

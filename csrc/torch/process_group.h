@@ -12,6 +12,9 @@
 
 namespace fsdp {
 
+// With messages, as gloo has, collectives are composed of them.
+TransportTraits process_group_traits(bool has_messages);
+
 // What the communicators of both lanes of a group have in common.
 struct LaneGroup {
   GroupMembers members;

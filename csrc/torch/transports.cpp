@@ -33,6 +33,15 @@ class LanesDeleter {
   ForkGuard forks_;
 };
 
+using Communicators = std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>>;
+
+std::shared_ptr<Lanes> lanes_over(Communicators of, std::unique_ptr<Device> device,
+                                  std::unique_ptr<Packer> packer = make_host_packer()) {
+  return {
+      new Lanes(std::move(device), std::move(packer), std::move(of.first), std::move(of.second)),
+      LanesDeleter()};
+}
+
 // A uint8 tensor that owns `memory`.
 at::Tensor tensor_over(std::shared_ptr<void> memory, std::int64_t bytes, at::Device device) {
   void* data = memory.get();
@@ -65,6 +74,16 @@ void check_sizes(const char* what, const at::Tensor& whole, const at::Tensor& pa
 }
 
 }  // namespace
+
+TransportTraits usual_traits(const std::string& name, bool on_gpu) {
+  for (TransportTraits traits : {nccl_traits(), shared_memory_traits(), simulated_traits(on_gpu),
+                                 process_group_traits(/*has_messages=*/true)}) {
+    if (name == traits.name) {
+      return traits;
+    }
+  }
+  throw Error(detail::concat("There is no transport '", name, "'."));
+}
 
 void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
   check_sizes("An all-gather", output, input, lanes.gather.communicator().size());
@@ -161,28 +180,22 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
       b->abort(account);
     });
   }
-  return {new Lanes(make_host_device(timeout), make_host_packer(), std::move(gathers),
-                    std::move(reductions)),
-          LanesDeleter()};
+  return lanes_over({std::move(gathers), std::move(reductions)}, make_host_device(timeout));
 }
 
 std::shared_ptr<Lanes> make_inline_lanes(const pybind11::object& collectives,
                                          const InlineRank& place,
                                          std::chrono::milliseconds timeout) {
-  return {new Lanes(make_host_device(timeout, HostStreams::Inline), make_host_packer(),
-                    make_inline_communicator(collectives, place),
-                    make_inline_communicator(collectives, place)),
-          LanesDeleter()};
+  return lanes_over(
+      {make_inline_communicator(collectives, place), make_inline_communicator(collectives, place)},
+      make_host_device(timeout, HostStreams::Inline));
 }
 
 std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endpoint,
                                                 const std::vector<std::string>& addresses, int rank,
                                                 std::chrono::milliseconds timeout,
                                                 std::chrono::milliseconds host_timeout) {
-  auto [gather, reduce] = endpoint.connect(addresses, rank, timeout);
-  return {new Lanes(make_host_device(host_timeout), make_host_packer(), std::move(gather),
-                    std::move(reduce)),
-          LanesDeleter()};
+  return lanes_over(endpoint.connect(addresses, rank, timeout), make_host_device(host_timeout));
 }
 
 std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOptions& options,
@@ -196,10 +209,9 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOpt
       on_host ? make_host_packer() : make_cuda_packer(*device, pack_multiprocessors);
   SimulatedOptions of_reduce = options;
   of_reduce.seed += 1;
-  auto gather = make_simulated_communicator(*device, options);
-  auto reduce = make_simulated_communicator(*device, of_reduce);
-  return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
-          LanesDeleter()};
+  Communicators communicators{make_simulated_communicator(*device, options),
+                              make_simulated_communicator(*device, of_reduce)};
+  return lanes_over(std::move(communicators), std::move(device), std::move(packer));
 }
 
 at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes) {
@@ -233,9 +245,8 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
     options.ask_others = [board = FailureBoard(std::move(store)), members](
                              const std::string& what) { return board.exchange(what, members); };
   }
-  auto [gather, reduce] = make_nccl_communicators(api, *device, id, options);
-  return {new Lanes(std::move(device), std::move(packer), std::move(gather), std::move(reduce)),
-          LanesDeleter()};
+  Communicators communicators = make_nccl_communicators(api, *device, id, options);
+  return lanes_over(std::move(communicators), std::move(device), std::move(packer));
 }
 
 }  // namespace fsdp

@@ -18,6 +18,9 @@
 
 namespace fsdp {
 
+// What the transport of this name usually has, for plans. A process group is one of gloo.
+TransportTraits usual_traits(const std::string& name, bool on_gpu);
+
 // On the host, over one private process group for each lane, both of the same ranks. `on_host` has
 // the ranks that share memory with this one, or nothing.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,

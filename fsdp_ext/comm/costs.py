@@ -8,7 +8,7 @@ import logging
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, INFINIBAND_400G_NODES, Link
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.comm.transports import Transport
+from fsdp_ext.comm.transports import OF_GPUS, Transport
 
 # The wire time of a bucket's bytes is this many times a launch. So launches are at most a fifth of
 # the time of collectives, if there are enough units to fill the buckets. The first gather and the
@@ -21,6 +21,7 @@ LAUNCHES = 4
 # run, and comes from these constants instead of a measurement at the start.
 SHARED_MEMORY = Link("shared memory", alpha=15e-6, beta=17.1e9)
 PROCESS_GROUP = Link("gloo", alpha=300e-6, beta=2.3e9)
+_ON_HOST = {"shared_memory": SHARED_MEMORY, "process_group": PROCESS_GROUP}
 
 _logger = logging.getLogger("fsdp_ext")
 
@@ -35,9 +36,9 @@ def typical_link(name: str, transport: Transport, ranks: int) -> Link:
     """
     if isinstance(transport, Simulated):
         return transport.link.over(transport.shards)
-    if name == "nccl":
+    if name in OF_GPUS:
         return H100_NODE if ranks <= H100_NODE.ranks else INFINIBAND_400G_NODES
-    return SHARED_MEMORY if name == "shared_memory" else PROCESS_GROUP
+    return _ON_HOST[name]
 
 
 def typical_replica_link(name: str, transport: Transport, shards: int, replicas: int) -> Link:
@@ -53,7 +54,7 @@ def typical_replica_link(name: str, transport: Transport, shards: int, replicas:
         return transport.replica_link.over(replicas)
     if isinstance(transport, Simulated):
         return transport.link.between_replicas(shards, replicas)
-    if name == "nccl":
+    if name in OF_GPUS:
         return H100_CLUSTER.between_replicas(shards, replicas)
     return typical_link(name, transport, replicas)
 

@@ -46,12 +46,13 @@ def record_flights(lanes: _C.Lanes, group: dist.ProcessGroup, ranks: Sequence[in
     if rank not in _recorders:
         _recorders[rank] = _C.FlightRecorder(rank=rank, entries=entries, prefix=path_prefix())
     name = f"{group.group_name}.{lanes.transport}"
-    _recorders[rank].record(lanes, name=name, backend=backend_of(lanes.transport), ranks=ranks)
+    backend = known_backend(lanes.flight_backend)
+    _recorders[rank].record(lanes, name=name, backend=backend, ranks=ranks)
 
 
-def backend_of(transport: str) -> str:
-    """Return what PyTorch's ``fr_trace`` calls a transport. It refuses names it does not know."""
-    return "nccl" if transport == "nccl" or torch.__version__ < "2.13" else "gloo"
+def known_backend(name: str) -> str:
+    """Return what ``fr_trace`` of this PyTorch calls a backend. It refuses other names."""
+    return "nccl" if torch.__version__ < "2.13" else name
 
 
 def buffer_size() -> int:

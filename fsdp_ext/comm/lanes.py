@@ -352,7 +352,6 @@ def _simulated_lanes(
         seed=2 * transport.seed,
         multiprocessors=transport.multiprocessors,
         pack_multiprocessors=pack_multiprocessors() if on_gpu else 0,
-        whole_traffic=on_gpu,
         moves_memory=transport.moves_memory,
         timeout=(timeout_of(group, device) + GRACE).total_seconds(),
     )

@@ -365,6 +365,7 @@ def _nothing_yet(root: Root, kept: int) -> Recording:
         # Units with equal bytes and equally many trained elements are assumed to compute alike.
         kinds=list(zip(sizes, trainable, strict=True)),
         transport=root.lanes.transport,
+        is_simulated=root.lanes.is_simulated,
         rank=first.ranks.rank_in_mesh,
         world_size=first.ranks.world_size,
         on_gpu=first.device.type == "cuda",

@@ -117,7 +117,7 @@ def _steps_of_ranks(recording: Recording, number: int) -> dict[int, Iteration]:
 
 
 def _title(recording: Recording, own: Iteration, shown: int) -> str:
-    simulated = "simulated " if recording.transport == "simulated" else ""
+    simulated = "simulated " if recording.is_simulated else ""
     ranks = len(recording.ranks)
     return (
         f"step {own.step * 1e3:.2f} ms = compute {own.compute * 1e3:.2f} + exposed "

@@ -30,7 +30,7 @@ def text_of(recording: Recording, by: str) -> str:
     """Return the report that ``profile.report`` prints."""
     summary = summarise(recording)
     rows = [_cells(row) for row in rows_of(recording, by)]
-    link = "a simulated link" if recording.transport == "simulated" else recording.transport
+    link = "a simulated link" if recording.is_simulated else recording.transport
     replicas = recording.replicas
     sets = f" ({replicas} sets of {recording.world_size // replicas})" if replicas > 1 else ""
     lines = [

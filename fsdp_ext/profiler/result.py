@@ -20,6 +20,7 @@ class Recording:
         sizes: bytes of each unit's unsharded parameters.
         kinds: a key for each unit. Units with equal keys are assumed to compute alike.
         transport: name of the transport.
+        is_simulated: whether it is a simulated one.
         rank: this rank.
         world_size: number of ranks.
         on_gpu: whether the compute stream runs behind the host.
@@ -39,6 +40,7 @@ class Recording:
     sizes: list[int]
     kinds: Sequence[Hashable]
     transport: str
+    is_simulated: bool
     rank: int
     world_size: int
     on_gpu: bool

@@ -147,5 +147,5 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
         considered=len(found),
         too_large=len(found) - len(fitting),
         costs=costs,
-        simulated=root.lanes.transport == "simulated",
+        simulated=root.lanes.is_simulated,
     )

@@ -66,7 +66,7 @@ def measure_costs(root: Root, trial: Trial, stays_unsharded: tuple[int, ...]) ->
     ]
     within, between = _links(root, seconds, one_wire)
     copies = seconds["gather copies", 0], seconds["reduce copies", 0]
-    on_cores = first.device.type == "cpu" and root.lanes.transport != "simulated"
+    on_cores = first.device.type == "cpu" and not root.lanes.is_simulated
     costs = StepCosts(compute, within, _CONTENTION if on_cores else 0.0, copies, between)
     # Ranks on unlike hosts may have unlike typical links, so all use those of the first rank.
     of_first: StepCosts = exchange(first, costs)[0]

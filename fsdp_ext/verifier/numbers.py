@@ -81,8 +81,7 @@ def _times(tensor: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 
 
 def _is_exact(root: Root, reduce_dtype: torch.dtype) -> bool:
-    lanes = root.lanes
     size = root.units[0].ranks.size
-    if size == 1 or lanes.transport == "shared_memory" or lanes.is_inline or lanes.is_composed:
+    if size == 1 or root.lanes.sums_in_rank_order:
         return True
     return size == 2 and reduce_dtype in _WIDE

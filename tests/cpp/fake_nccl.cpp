@@ -304,6 +304,9 @@ FAKE_NCCL_API const char* ncclGetLastError(Comm /*comm*/) { return state.last_er
 FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t count,
                                    DataType type, Comm comm, void* stream) {
   const std::size_t bytes = count * size_of(type);
+  if (state.before_gather) {
+    state.before_gather();
+  }
   if (state.gathers_nothing) {
     return fsdp::nccl::kSuccess;
   }

@@ -42,6 +42,7 @@ struct FakeNccl {
   std::atomic<int> plain_gathers{0};
   std::atomic<int> windowed_reductions{0};
   std::atomic<int> plain_reductions{0};
+  std::function<void()> before_gather;  // what an all-gather does first; may be empty
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;

@@ -49,15 +49,15 @@ TEST_F(NcclRanks, LetBuffersOutliveThem) {
   run_ranks(2, [&](Rank rank) {
     const auto shard = rank.gather.allocate(rank.device, 4096, BufferUse::Shard);
     auto gradient = rank.gather.allocate(rank.device, 4096, BufferUse::Gradient);
-    EXPECT_TRUE(rank.gather.is_registered(static_cast<char*>(shard.get()) + 4095));
-    EXPECT_TRUE(rank.gather.is_registered(gradient.get()));
-    EXPECT_FALSE(rank.reduce.is_registered(gradient.get()));
+    EXPECT_TRUE(rank.gather.registered_memory()->holds(static_cast<char*>(shard.get()) + 4095));
+    EXPECT_TRUE(rank.gather.registered_memory()->holds(gradient.get()));
+    EXPECT_FALSE(rank.reduce.registered_memory()->holds(gradient.get()));
     const void* const freed = gradient.get();
     std::thread([&gradient] { gradient.reset(); }).join();
-    EXPECT_FALSE(rank.gather.is_registered(freed));
-    EXPECT_EQ(rank.gather.registered_buffers(), 2);  // until memory is planned again
-    rank.gather.free_unused();
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_FALSE(rank.gather.registered_memory()->holds(freed));
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 2);  // until memory is planned again
+    rank.gather.registered_memory()->free_unused();
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
     const std::lock_guard<std::mutex> lock(mutex);
     kept.push_back(shard);
   });
@@ -74,9 +74,9 @@ TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
     auto output = rank.gather.allocate(rank.device, 64, BufferUse::Output);
     auto shard = rank.gather.allocate(rank.device, 64, BufferUse::Shard);
     output.reset();
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
     shard.reset();
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
   });
   EXPECT_EQ(fake().live_buffers, 0);
 }
@@ -98,11 +98,12 @@ TEST_F(NcclRanks, FreeBuffersInOneOrder) {
       buffers[freed].reset();
     }
     allocate();
-    EXPECT_EQ(rank.gather.registered_buffers(), 3);  // those that a rank uses, and the new one
+    EXPECT_EQ(rank.gather.registered_memory()->count(),
+              3);  // those that a rank uses, and the new one
     allocate();
     buffers.erase(buffers.begin(), buffers.begin() + 4);
     allocate();
-    EXPECT_EQ(rank.gather.registered_buffers(), 3);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 3);
   });
   EXPECT_EQ(fake().misplaced_windows, 0);
   EXPECT_EQ(fake().live_buffers, 0);
@@ -112,8 +113,8 @@ TEST_F(NcclRanks, FreeBuffersInOneOrder) {
 TEST_F(NcclRanks, RegisterNothingWithinAStep) {
   run_ranks(2, [](Rank rank) {
     if (rank.number == 0) {
-      EXPECT_NE(rank.gather.allocate_in_step(rank.device, 4096, BufferUse::Output), nullptr);
-      EXPECT_EQ(rank.gather.registered_buffers(), 0);
+      EXPECT_NE(rank.gather.allocate_alone(rank.device, 4096, BufferUse::Output), nullptr);
+      EXPECT_EQ(rank.gather.registered_memory()->count(), 0);
     }
   });
   const auto calls = fake().drain_calls();
@@ -125,7 +126,7 @@ TEST_F(NcclRanks, AllocateOnceMoreAfterOneFailure) {
   fake().allocations_to_fail = 1;
   const auto messages = run_ranks(2, [](Rank rank) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
   });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }
@@ -146,7 +147,7 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
   const auto messages = run_ranks(2, [](Rank rank) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
     EXPECT_NE(memory, nullptr);
-    EXPECT_EQ(rank.gather.registered_buffers(), 0);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 0);
     rank.gather.barrier(rank.stream);
     EXPECT_EQ(fake().registered_buffers, 0);
   });
@@ -178,8 +179,8 @@ TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
   fake().polls_in_progress = 20;
   const auto messages = run_ranks(2, [](Rank rank) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
-    EXPECT_TRUE(rank.gather.is_registered(memory.get()));
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
+    EXPECT_TRUE(rank.gather.registered_memory()->holds(memory.get()));
     rank.gather.barrier(rank.stream);
   });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
@@ -204,7 +205,7 @@ TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
   fake().has_windows = false;
   run_ranks(2, [](Rank rank) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-    EXPECT_EQ(rank.gather.registered_buffers(), 1);
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
   });
   const auto calls = fake().drain_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 2);
@@ -214,9 +215,9 @@ TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
 TEST_F(NcclRanks, TryNoMoreAfterARegistrationHasFailed) {
   fake().register_result = 4;
   run_ranks(2, [](Rank rank) {
-    EXPECT_TRUE(rank.gather.registers_buffers());
+    EXPECT_TRUE(rank.gather.registered_memory()->can_register());
     const auto first = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-    EXPECT_FALSE(rank.gather.registers_buffers());
+    EXPECT_FALSE(rank.gather.registered_memory()->can_register());
     EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
   });
   const auto calls = fake().drain_calls();

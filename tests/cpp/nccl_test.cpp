@@ -21,6 +21,10 @@ using test::wait_for_error;
 
 using std::chrono::milliseconds;
 
+const std::string kLayer = "the all-gather of unit 'layers.0'";
+const std::string kFirst = "the all-gather of unit 'first'";
+const std::string kSecond = "the all-gather of unit 'second'";
+
 TEST_F(NcclRanks, GatherAndReduce) {
   const auto messages = run_ranks(3, [](Rank rank) {
     const float mine[] = {1.0f * rank.number, 10.0f};
@@ -51,11 +55,9 @@ TEST_F(NcclRanks, LaunchAGroupAsOne) {
     const int mine[] = {rank.number, rank.number + 10};
     int first[2];
     int second[2];
-    ASSERT_EQ(rank.gather.gather_by(), GatherBy::Size);
-    rank.gather.group_start();
-    rank.gather.all_gather(rank.stream, &mine[0], first, sizeof(int));
-    rank.gather.all_gather(rank.stream, &mine[1], second, sizeof(int));
-    rank.gather.group_end();
+    ASSERT_EQ(rank.gather.traits().gather_by, GatherBy::Size);
+    rank.gather.all_gather_parts(rank.stream,
+                                 {{&mine[0], first, sizeof(int)}, {&mine[1], second, sizeof(int)}});
     EXPECT_EQ(first[1], 1);
     EXPECT_EQ(second[1], 11);
   });
@@ -152,7 +154,7 @@ TEST_F(NcclRanks, AbortACallThatBlocks) {
       [](Rank rank) {
         fake().collectives_hang = true;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
+        rank.gather.announce(kLayer, 0);
         const std::string message =
             message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
         fake().collectives_hang = false;
@@ -175,7 +177,7 @@ TEST_F(NcclRanks, ATimeoutSaysWhatTheOtherRanksAreIn) {
       [](Rank rank) {
         fake().collectives_hang = true;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
+        rank.gather.announce(kLayer, 0);
         message_of([&] { rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int)); });
         fake().collectives_hang = false;
         EXPECT_SAYS(rank.gather.async_error(),
@@ -219,7 +221,7 @@ TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
       [](Rank rank) {
         fake().collectives_hang = true;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'layers.0'", 0);
+        rank.gather.announce(kLayer, 0);
         rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int));
       },
       milliseconds(50));
@@ -238,7 +240,7 @@ TEST_F(NcclRanks, FailInTimeIfRevokingHangs) {
       [](Rank rank) {
         test::BlockedStream blocked;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'first'", 0);
+        rank.gather.announce(kFirst, 0);
         rank.gather.all_gather(blocked.stream, &mine, &mine, sizeof(int));
         wait_for_error(rank.gather);
         EXPECT_SAYS(message_of([&] { rank.gather.check(); }), "waited 50 ms for the all-gather");
@@ -256,9 +258,9 @@ TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
       [](Rank rank) {
         test::BlockedStream blocked;
         int mine = 0;
-        rank.gather.announce("the all-gather of unit 'first'", 0);
+        rank.gather.announce(kFirst, 0);
         rank.gather.all_gather(blocked.stream, &mine, &mine, sizeof(int));
-        rank.gather.announce("the all-gather of unit 'second'", 0);
+        rank.gather.announce(kSecond, 0);
         rank.gather.all_gather(blocked.stream, &mine, &mine, sizeof(int));
         wait_for_error(rank.gather);
         EXPECT_SAYS(rank.gather.async_error(), "waited 50 ms for the all-gather of unit 'first'");
@@ -285,10 +287,11 @@ TEST_F(NcclRanks, LeaveAGroupInWhichACommunicatorFails) {
   left_behind_ = 1;
   const auto messages = run_ranks(1, [](Rank rank) {
     int mine = 0;
-    rank.gather.group_start();
-    rank.gather.all_gather(rank.stream, &mine, &mine, sizeof(int));
-    rank.gather.abort("some reason");
-    EXPECT_SAYS(message_of([&] { rank.gather.group_end(); }), "some reason");
+    fake().before_gather = [&rank] { rank.gather.abort("some reason"); };
+    const GatherPart part{&mine, &mine, sizeof(int)};
+    EXPECT_SAYS(message_of([&] { rank.gather.all_gather_parts(rank.stream, {part, part}); }),
+                "some reason");
+    fake().before_gather = nullptr;
     // Another communicator of the same thread goes on.
     float one = 1.0f;
     rank.reduce.all_reduce(rank.stream, &one, 1, DType::Float32);

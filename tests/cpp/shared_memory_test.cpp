@@ -161,18 +161,17 @@ class RandomCollective {
     for (std::size_t i = 0; i < numel_ * parts; ++i) {
       write(input.get(), dtype_, i, value_of(seed_, rank.number, i));
     }
-    if (parts > 1) {
-      rank.gather.group_start();
-    }
+    std::vector<GatherPart> gathers;
     for (std::size_t part = 0; part < parts; ++part) {
-      rank.gather.all_gather(rank.gather_stream,
-                             static_cast<char*>(input.get()) + bytes(part * numel_),
-                             static_cast<char*>(output.get()) +
-                                 bytes(part * numel_) * static_cast<std::size_t>(ranks_),
-                             bytes(numel_));
+      gathers.push_back({static_cast<char*>(input.get()) + bytes(part * numel_),
+                         static_cast<char*>(output.get()) +
+                             bytes(part * numel_) * static_cast<std::size_t>(ranks_),
+                         bytes(numel_)});
     }
     if (parts > 1) {
-      rank.gather.group_end();
+      rank.gather.all_gather_parts(rank.gather_stream, gathers);
+    } else {
+      rank.gather.all_gather(rank.gather_stream, input.get(), output.get(), bytes(numel_));
     }
     rank.gather_stream.synchronize();
     // No peer may read the input any more.

@@ -92,7 +92,7 @@ TEST_F(SimulatedCollectives, TakeAlphaPlusTotalBytesOverBeta) {
                                                    microseconds(20 + 4), microseconds(10 + 1),
                                                    microseconds(10)}));
   EXPECT_EQ(device_.transfers[0].multiprocessors, 16);
-  EXPECT_STREQ(link->transport(), "simulated");
+  EXPECT_STREQ(link->traits().name, "simulated");
 }
 
 TEST_F(SimulatedCollectives, MoveTheRanksOwnPartByDefault) {
@@ -110,7 +110,7 @@ TEST_F(SimulatedCollectives, MoveTheRanksOwnPartByDefault) {
 }
 
 TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWithWholeTraffic) {
-  options_.whole_traffic = true;
+  options_.on_gpu = true;
   const auto link = make();
   link->all_gather(stream(), input_, output_, 1000);
   link->reduce_scatter(stream(), input_, output_, 250, DType::Float32);
@@ -128,7 +128,7 @@ TEST_F(SimulatedCollectives, MoveAsMuchAsRealOnesWithWholeTraffic) {
 }
 
 TEST_F(SimulatedCollectives, MoveNothingInABaseline) {
-  options_.whole_traffic = true;
+  options_.on_gpu = true;
   options_.moves_memory = false;
   const auto link = make();
   link->all_gather(stream(), input_, output_, 1000);
@@ -141,10 +141,7 @@ TEST_F(SimulatedCollectives, MoveNothingInABaseline) {
 
 TEST_F(SimulatedCollectives, PayTheLatencyOfAGroupOnce) {
   const auto link = make();
-  link->group_start();
-  link->all_gather(stream(), input_, output_, 500);
-  link->all_gather(stream(), input_ + 500, output_ + 2000, 250);
-  link->group_end();
+  link->all_gather_parts(stream(), {{input_, output_, 500}, {input_ + 500, output_ + 2000, 250}});
   EXPECT_EQ(durations(), std::vector<nanoseconds>{microseconds(10 + 3)});
   EXPECT_EQ(device_.transfers[0].moves.size(), 2U);
 }

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/align.h"
 #include "base/check.h"
 #include "comm/communicator.h"
 #include "device/host_stream.h"
@@ -60,48 +62,24 @@ class MeetingPoint {
 
 class ThreadsCommunicator final : public Communicator {
  public:
-  ThreadsCommunicator(std::shared_ptr<MeetingPoint> point, int rank,
+  ThreadsCommunicator(const std::shared_ptr<MeetingPoint>& point, int rank,
                       GatherBy gather_by = GatherBy::Packing)
-      : point_(std::move(point)), rank_(rank), gather_by_(gather_by) {}
-
-  const char* transport() const override { return "threads"; }
-  int rank() const override { return rank_; }
-  int size() const override { return point_->size(); }
-
-  GatherBy gather_by() const override { return gather_by_; }
-  void group_start() override { groups_started_ += 1; }
-  void group_end() override { groups_ended_ += 1; }
-  int groups() const {
-    EXPECT_EQ(groups_started_, groups_ended_);
-    return groups_ended_;
-  }
+      : Communicator({"threads", gather_by}, rank, point->size()), point_(point), memory_(*this) {}
 
   // As NCCL does with buffers that it registers: ranks make them together.
-  void make_buffers_alike() { makes_alike_ = true; }
-  const std::vector<std::size_t>& allocated() const { return allocated_; }
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
-    allocated_.push_back(bytes);
-    return Communicator::allocate(device, bytes, use);
+  void make_buffers_alike() { memory_.makes_alike = true; }
+  const std::vector<std::size_t>& allocated() const { return memory_.allocated; }
+  RegisteredMemory* registered_memory() override { return &memory_; }
+
+  void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
+    groups_ += 1;
+    Communicator::all_gather_parts(stream, parts);
   }
-  std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
-                                         BufferUse /*use*/) override {
-    return device.allocate(bytes);
-  }
-  std::uint64_t most(std::uint64_t mine) override {
-    std::uint64_t most = mine;
-    if (makes_alike_) {
-      point_->meet(rank_, &mine, [&](const std::vector<const void*>& all) {
-        for (const void* theirs : all) {
-          most = std::max(most, *static_cast<const std::uint64_t*>(theirs));
-        }
-      });
-    }
-    return most;
-  }
+  int groups() const { return groups_; }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     enqueue(stream, [=] {
-      point_->meet(rank_, input, [&](const std::vector<const void*>& inputs) {
+      point_->meet(rank(), input, [&](const std::vector<const void*>& inputs) {
         for (std::size_t r = 0; r < inputs.size(); ++r) {
           std::memcpy(static_cast<char*>(output) + r * bytes, inputs[r], bytes);
         }
@@ -115,10 +93,10 @@ class ThreadsCommunicator final : public Communicator {
     FSDP_CHECK(dtype == DType::Float32, "the tests reduce float32 only");
     enqueue(stream, [=] {
       std::vector<float> sums(numel, 0.0F);
-      point_->meet(rank_, input, [&](const std::vector<const void*>& inputs) {
+      point_->meet(rank(), input, [&](const std::vector<const void*>& inputs) {
         for (const void* theirs : inputs) {
           const float* segment =
-              static_cast<const float*>(theirs) + static_cast<std::size_t>(rank_) * numel;
+              static_cast<const float*>(theirs) + static_cast<std::size_t>(rank()) * numel;
           for (std::size_t i = 0; i < numel; ++i) {
             sums[i] += segment[i];
           }
@@ -149,6 +127,36 @@ class ThreadsCommunicator final : public Communicator {
   void fail_next(std::string message) { failure_ = std::move(message); }
 
  private:
+  class Memory final : public RegisteredMemory {
+   public:
+    explicit Memory(ThreadsCommunicator& owner) : owner_(owner) {}
+    std::shared_ptr<void> allocate(std::size_t bytes, BufferUse /*use*/) override {
+      allocated.push_back(bytes);
+      return {std::aligned_alloc(64, align_up(bytes, 64)), &std::free};
+    }
+    bool can_register() const override { return false; }
+    bool holds(const void* /*memory*/) const override { return false; }
+    int count() const override { return 0; }
+    void free_unused() override {}
+    std::uint64_t most(std::uint64_t mine) override {
+      std::uint64_t most = mine;
+      if (makes_alike) {
+        owner_.point_->meet(owner_.rank(), &mine, [&](const std::vector<const void*>& all) {
+          for (const void* theirs : all) {
+            most = std::max(most, *static_cast<const std::uint64_t*>(theirs));
+          }
+        });
+      }
+      return most;
+    }
+
+    bool makes_alike = false;
+    std::vector<std::size_t> allocated;
+
+   private:
+    ThreadsCommunicator& owner_;
+  };
+
   template <typename Work>
   void enqueue(Stream& stream, Work work) {
     static_cast<HostQueue&>(stream).enqueue([this, work] {
@@ -158,12 +166,8 @@ class ThreadsCommunicator final : public Communicator {
   }
 
   std::shared_ptr<MeetingPoint> point_;
-  int rank_;
-  GatherBy gather_by_;
-  bool makes_alike_ = false;
-  std::vector<std::size_t> allocated_;
-  int groups_started_ = 0;
-  int groups_ended_ = 0;
+  Memory memory_;
+  int groups_ = 0;
   std::string failure_;
 };
 

@@ -61,8 +61,8 @@ EDITS = (
     Edit(
         "parameters are gathered on a wrong stream",
         "csrc/core/gather/gatherer_messages.cpp",
-        "communicator.all_gather(stream, from, to, bytes);",
-        "communicator.all_gather(device_.compute_stream(), from, to, bytes);",
+        "communicator.all_gather(stream, part.input, part.output, part.bytes);",
+        "communicator.all_gather(device_.compute_stream(), part.input, part.output, part.bytes);",
     ),
     Edit(
         "reduced gradients are cast on a wrong stream",

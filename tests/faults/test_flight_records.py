@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.flight_recorder import fr_trace
 
 from fsdp_ext import fully_shard, write_flight_record
-from fsdp_ext.comm.flights import backend_of, buffer_size, path_prefix
+from fsdp_ext.comm.flights import buffer_size, known_backend, path_prefix
 
 PREFIX = "flight_rank_"
-BACKEND = backend_of("shared_memory")  # of PyTorch's tools
+BACKEND = known_backend("gloo")  # of PyTorch's tools
 TIMEOUT = datetime.timedelta(seconds=2)
 LONG = datetime.timedelta(seconds=300)
 

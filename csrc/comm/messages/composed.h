@@ -66,7 +66,6 @@ class ComposedCollectives {
                       MessageStaging::Use use, std::unique_ptr<HostRanks> host = nullptr);
   ~ComposedCollectives();
 
-  const MessageStaging& staging() const { return staging_; }
   // The ranks that share memory with this one; null if there are none.
   const HostRanks* host() const { return host_.get(); }
 

@@ -46,4 +46,11 @@ std::size_t MessageStaging::piece_bytes_of(std::size_t payload_bytes) const {
   return std::clamp(wanted, kLeastPieceBytes, piece_bytes);
 }
 
+std::size_t message_staging_bytes(const TransportTraits& transport, int ranks) {
+  using Use = MessageStaging::Use;
+  return transport.is_composed ? MessageStaging(ranks, Use::Gathers).bytes +
+                                     MessageStaging(ranks, Use::Reductions).bytes
+                               : 0;
+}
+
 }  // namespace fsdp

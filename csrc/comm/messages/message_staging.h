@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/transport_traits.h"
+
 namespace fsdp {
 
 // The memory that one lane's collectives keep for messages. It depends on the number of ranks
@@ -27,5 +29,8 @@ struct MessageStaging {
   std::size_t sum;           // and the sum of an all-reduce of at most inline_bytes
   std::size_t bytes;         // of everything; a single rank needs none
 };
+
+// What both lanes of `ranks` ranks keep for messages.
+std::size_t message_staging_bytes(const TransportTraits& transport, int ranks);
 
 }  // namespace fsdp

@@ -25,8 +25,6 @@ using nccl::Comm;
 // When a program ends because a peer has failed, closing should not wait much longer for that peer.
 constexpr auto kLongestClose = std::chrono::milliseconds(30000);
 
-const std::string kAgreement = "the agreement on buffers";
-
 nccl::DataType data_type(DType dtype) {
   switch (dtype) {
     case DType::Float32:
@@ -47,7 +45,8 @@ class NcclCommunicator final : public Communicator {
  public:
   // `lane` is 0 for gathers and 1 for reductions.
   NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options, int lane)
-      : api_(api),
+      : Communicator(nccl_traits(), options.rank, options.size),
+        api_(api),
         device_(device),
         comm_(comm),
         options_(options),
@@ -72,23 +71,11 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
-
-  const char* transport() const override { return "nccl"; }
-  int rank() const override { return options_.rank; }
-  int size() const override { return options_.size; }
-  GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/true); }
-  int registered_buffers() const override { return buffers_.registered(); }
-  bool registers_buffers() const override {
-    return options_.register_buffers && options_.size > 1 && buffers_.can_register();
+  RegisteredMemory* registered_memory() override {
+    return options_.register_buffers && size() > 1 ? &buffers_ : nullptr;
   }
-  bool is_registered(const void* memory) const override { return buffers_.holds(memory); }
-  void free_unused() override { buffers_.free_unused(); }
 
   void serve(Stream& stream) override { lane_stream_ = &stream; }
-
-  void announce(const std::string& what, std::uint64_t /*tag*/) override { what_ = what; }
 
   void set_flight_writer(std::function<std::string()> write) override {
     watchdog_.set_flight_writer(std::move(write));
@@ -97,26 +84,27 @@ class NcclCommunicator final : public Communicator {
     return watchdog_.with_flight_record(reason);
   }
 
-  void group_start() override {
-    check();
-    throw_on_error(api_.GroupStart(), "start a group");
-    in_group_ = true;
-  }
-
-  void group_end() override {
-    in_group_ = false;
-    if (watchdog_.has_failed()) {
-      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
-      check();
-    }
-    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
-    throw_on_error(api_.GroupEnd(), "launch a group");
-    watchdog_.watch_collective(*grouped_on_, what_, Ends::WithAll);
-  }
-
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     issue(stream,
           [&](void* on) { return api_.AllGather(input, output, bytes, nccl::kInt8, comm_, on); });
+  }
+
+  void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
+    check();
+    throw_on_error(api_.GroupStart(), "start a group");
+    nccl::Result added = nccl::kSuccess;
+    for (auto part = parts.begin(); part != parts.end() && added == nccl::kSuccess; ++part) {
+      added = watchdog_.finish(api_.AllGather(part->input, part->output, part->bytes, nccl::kInt8,
+                                              comm_, stream.native_handle()));
+    }
+    if (added != nccl::kSuccess || watchdog_.has_failed()) {
+      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
+      throw_on_error(added, "add a collective to a group");
+      check();
+    }
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what());
+    throw_on_error(api_.GroupEnd(), "launch a group");
+    watchdog_.watch_collective(stream, what(), Ends::WithAll);
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -156,24 +144,9 @@ class NcclCommunicator final : public Communicator {
     device_.copy_from_host(stream, input, mine, bytes);
     all_gather(stream, mine, all, bytes);
     // A copy to memory that is not pinned blocks until the stream has reached it.
-    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     device_.copy_to_host(stream, all, output, bytes * ranks);
     check();  // an aborted collective leaves what was in the buffer
-  }
-
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override;
-  bool all_agree(bool mine) override { return buffers_.all_agree(mine, kAgreement); }
-  std::uint64_t most(std::uint64_t mine) override {
-    if (!registers_buffers()) {
-      return mine;
-    }
-    const std::vector<std::uint64_t> all = exchange({mine}, kAgreement);
-    return *std::max_element(all.begin(), all.end());
-  }
-  // Registering is collective, so a step does not do it.
-  std::shared_ptr<void> allocate_in_step(Device& device, std::size_t bytes,
-                                         BufferUse /*use*/) override {
-    return device.allocate(bytes);
   }
 
   void abort(const std::string& reason) override { watchdog_.abort(reason); }
@@ -182,16 +155,13 @@ class NcclCommunicator final : public Communicator {
  private:
   using Ends = NcclWatchdog::Ends;
 
-  void throw_on_error(nccl::Result result, const char* what) {
+  void throw_on_error(nccl::Result result, const char* attempt) {
     result = watchdog_.finish(result);
     if (result == nccl::kSuccess) {
       return;
     }
-    if (std::exchange(in_group_, false)) {
-      api_.GroupEnd();  // or this thread stays in the group, with all its communicators
-    }
     check();  // if the watchdog has aborted meanwhile, its reason says more
-    abort(detail::concat("rank ", options_.rank, ": NCCL could not ", what, " (", what_,
+    abort(detail::concat("rank ", options_.rank, ": NCCL could not ", attempt, " (", what(),
                          "): ", api_.describe(comm_, result)));
     check();
   }
@@ -231,15 +201,10 @@ class NcclCommunicator final : public Communicator {
 
   template <typename Call>
   void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
-    if (in_group_) {
-      grouped_on_ = &stream;
-      throw_on_error(collective(stream.native_handle()), "add a collective to a group");
-      return;
-    }
     check();
-    const NcclWatchdog::BlockingCall blocking(watchdog_, what_);
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     throw_on_error(collective(stream.native_handle()), "launch a collective");
-    watchdog_.watch_collective(stream, what_, ends);
+    watchdog_.watch_collective(stream, what(), ends);
   }
 
   // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.
@@ -255,7 +220,7 @@ class NcclCommunicator final : public Communicator {
   void order_after_compute(Stream& stream) {
     const std::unique_ptr<Event> reached = device_.new_event();
     device_.compute_stream().record(*reached);
-    stream.wait(*reached, what_);
+    stream.wait(*reached, what());
   }
 
   const Api& api_;
@@ -263,33 +228,22 @@ class NcclCommunicator final : public Communicator {
   Comm comm_;
   NcclOptions options_;
   std::string name_;
-  std::string what_ = "a collective";
-  bool in_group_ = false;
-  Stream* grouped_on_ = nullptr;
   Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
   std::uint64_t exchanges_ = 0;
+  std::string exchange_name_;  // of the last exchange, for errors
   NcclWatchdog watchdog_;
   NcclBuffers buffers_;
 };
-
-std::shared_ptr<void> NcclCommunicator::allocate(Device& device, std::size_t bytes, BufferUse use) {
-  if (!registers_buffers()) {
-    return device.allocate(bytes);
-  }
-  FSDP_CHECK(
-      !device.is_capturing(), "A CUDA graph capture would allocate ", bytes,
-      " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
-  return buffers_.allocate(bytes, use);
-}
 
 // See NcclBuffers::Exchange. Each rank's numbers follow the number of the exchange. If NCCL has
 // aborted the collective, the buffer does not have that number.
 std::vector<std::uint64_t> NcclCommunicator::exchange(std::vector<std::uint64_t> mine,
                                                       const std::string& what) {
   Stream& stream = lane_stream_ != nullptr ? *lane_stream_ : device_.compute_stream();
-  what_ = what;
+  exchange_name_ = what;
+  announce(exchange_name_, 0);
   exchanges_ += 1;
   mine.insert(mine.begin(), exchanges_);
   std::vector<std::uint64_t> received(mine.size() * static_cast<std::size_t>(options_.size));
@@ -310,6 +264,15 @@ std::vector<std::uint64_t> NcclCommunicator::exchange(std::vector<std::uint64_t>
 }
 
 }  // namespace
+
+TransportTraits nccl_traits() {
+  TransportTraits traits;
+  traits.name = "nccl";
+  traits.gather_by = GatherBy::Size;
+  traits.keeps_reduce_output = true;
+  traits.flight_backend = "nccl";
+  return traits;
+}
 
 std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
     const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {

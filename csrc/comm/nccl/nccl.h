@@ -14,6 +14,8 @@
 
 namespace fsdp {
 
+TransportTraits nccl_traits();
+
 struct NcclOptions {
   int rank = 0;
   int size = 1;

@@ -12,6 +12,7 @@
 namespace fsdp {
 namespace {
 
+const std::string kAgreement = "the agreement on buffers";
 const std::string kAllocation = "the allocation of a buffer";
 const std::string kRegistration = "the registration of a buffer";
 const std::string kDeregistration = "the deregistration of a buffer";
@@ -34,6 +35,12 @@ NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
       report_(std::move(report)) {}
 
 std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
+  if (!can_register()) {
+    return device_.allocate(bytes);
+  }
+  FSDP_CHECK(
+      !device_.is_capturing(), "A CUDA graph capture would allocate ", bytes,
+      " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
   const std::shared_ptr<void> guard = device_.make_current();
   free_unused();
   Buffer buffer = allocate_on_all_ranks(bytes);
@@ -124,6 +131,14 @@ void* NcclBuffers::try_to_allocate(std::size_t bytes) {
 bool NcclBuffers::all_agree(bool mine, const std::string& what) {
   const std::vector<std::uint64_t> all = exchange_({mine ? 1U : 0U}, what);
   return std::find(all.begin(), all.end(), 0U) == all.end();
+}
+
+std::uint64_t NcclBuffers::most(std::uint64_t mine) {
+  if (!can_register()) {
+    return mine;
+  }
+  const std::vector<std::uint64_t> all = exchange_({mine}, kAgreement);
+  return *std::max_element(all.begin(), all.end());
 }
 
 bool NcclBuffers::holds(const void* memory) const {

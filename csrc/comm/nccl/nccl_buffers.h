@@ -32,7 +32,7 @@
 
 namespace fsdp {
 
-class NcclBuffers {
+class NcclBuffers final : public RegisteredMemory {
  public:
   // Returns the numbers of all ranks, one rank after the other. All ranks call it together and pass
   // equally many. Errors name the exchange `what`.
@@ -48,24 +48,16 @@ class NcclBuffers {
   NcclBuffers(const NcclBuffers&) = delete;
   NcclBuffers& operator=(const NcclBuffers&) = delete;
 
-  // Frees buffers that no rank holds any more, and allocates. All ranks call this together. If one
-  // of them cannot allocate, it throws Error on all. The memory may outlive this object.
-  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use);
-
-  // Whether buffers can be registered. It is false after a rank has failed to register one.
-  bool can_register() const {
+  // Frees buffers that no rank holds any more, and allocates. If a rank cannot allocate, it throws
+  // Error on all. The memory may outlive this object.
+  std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) override;
+  bool can_register() const override {
     return !cannot_register_ && api_.registration() != std::string("none");
   }
-
-  // Whether all ranks pass true. They call it together.
-  bool all_agree(bool mine, const std::string& what);
-
-  // Whether `memory` lies in a registered buffer that is held.
-  bool holds(const void* memory) const;
-  int registered() const { return registered_; }
-
-  // Deregisters and frees the buffers that no rank holds any more. All ranks call it together.
-  void free_unused();
+  bool holds(const void* memory) const override;
+  int count() const override { return registered_; }
+  void free_unused() override;
+  std::uint64_t most(std::uint64_t mine) override;
   // Before the communicator is closed.
   void close();
 
@@ -88,6 +80,8 @@ class NcclBuffers {
     std::map<std::uint64_t, Buffer> unused;  // by number
   };
 
+  // Whether all ranks pass true.
+  bool all_agree(bool mine, const std::string& what);
   Buffer allocate_on_all_ranks(std::size_t bytes);
   std::vector<std::uint64_t> unused_on_all_ranks();
   std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);

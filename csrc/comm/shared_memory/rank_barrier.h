@@ -42,9 +42,6 @@ class RankBarrier {
   RankBarrier(const RankBarrier&) = delete;
   RankBarrier& operator=(const RankBarrier&) = delete;
 
-  int rank() const { return rank_; }
-  int size() const { return static_cast<int>(peers_.size()); }
-
   // The host issues a collective, which will begin later.
   void issue_collective() { mine_.issuer.issue(); }
   // Where waits for the lane are published.

@@ -29,13 +29,6 @@ constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
 // Operation::pattern of an all-gather through the staging buffer.
 constexpr std::uint64_t kStagedPattern = 1;
 
-// One all-gather of a group.
-struct Part {
-  const void* input;
-  void* output;
-  std::size_t bytes;
-};
-
 Operation operation_of(Kind kind, std::size_t bytes, std::uint64_t offset,
                        DType dtype = DType::Bytes) {
   Operation operation;
@@ -48,6 +41,14 @@ Operation operation_of(Kind kind, std::size_t bytes, std::uint64_t offset,
 }
 
 }  // namespace
+
+TransportTraits shared_memory_traits() {
+  TransportTraits traits;
+  traits.name = "shared_memory";
+  traits.gather_by = GatherBy::Parameter;
+  traits.sums_in_rank_order = true;
+  return traits;
+}
 
 SharedMemoryEndpoint::SharedMemoryEndpoint(int global_rank)
     : global_rank_(global_rank), arena_(Arena::of_this_process()) {
@@ -73,46 +74,27 @@ class SharedMemoryCommunicator final : public Communicator {
  public:
   SharedMemoryCommunicator(std::shared_ptr<Arena> arena, Mailbox& mine, std::vector<Peer> peers,
                            int rank, std::chrono::milliseconds timeout)
-      : arena_(std::move(arena)),
+      : Communicator(shared_memory_traits(), rank, static_cast<int>(peers.size())),
+        arena_(std::move(arena)),
         staging_(Arena::allocate(arena_, kPieceBytes)),
         sources_(peers.size()),
         barrier_(mine, std::move(peers), rank, timeout) {}
-
-  const char* transport() const override { return "shared_memory"; }
-  int rank() const override { return barrier_.rank(); }
-  int size() const override { return barrier_.size(); }
-  GatherBy gather_by() const override { return gather_by_of(transport(), /*on_gpu=*/false); }
-  void announce(const std::string& what, std::uint64_t tag) override {
-    what_ = &what;
-    tag_ = tag;
-  }
 
   void serve(Stream& stream) override {
     static_cast<HostQueue&>(stream).publish_waits(barrier_.blocked());
   }
 
-  std::shared_ptr<void> allocate(Device& device, std::size_t bytes, BufferUse use) override {
+  std::shared_ptr<void> allocate_alone(Device& device, std::size_t bytes, BufferUse use) override {
     const bool is_read = use == BufferUse::Input || use == BufferUse::Shard;
     return is_read ? Arena::allocate(arena_, bytes) : device.allocate(bytes);
   }
 
-  void group_start() override { in_group_ = true; }
-
-  void group_end() override {
-    in_group_ = false;
-    if (!group_.empty()) {
-      enqueue(*grouped_on_, [this, parts = std::move(group_)] { run_all_gathers(parts); });
-      group_.clear();
-    }
+  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
+    enqueue(stream, [this, part = GatherPart{input, output, bytes}] { run_all_gathers({part}); });
   }
 
-  void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    if (in_group_) {
-      group_.push_back({input, output, bytes});
-      grouped_on_ = &stream;
-      return;
-    }
-    enqueue(stream, [this, part = Part{input, output, bytes}] { run_all_gathers({part}); });
+  void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
+    enqueue(stream, [this, parts] { run_all_gathers(parts); });
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -143,8 +125,7 @@ class SharedMemoryCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    const Part part{input, output, bytes};
-    enqueue(stream, [this, part] { run_all_gathers({part}); });
+    all_gather(stream, input, output, bytes);
   }
 
   void abort(const std::string& reason) override { barrier_.abort(reason); }
@@ -155,7 +136,7 @@ class SharedMemoryCommunicator final : public Communicator {
   void enqueue(Stream& stream, Work work) {
     barrier_.issue_collective();
     static_cast<HostQueue&>(stream).enqueue(
-        [this, what = what_, tag = tag_, work = std::move(work)] {
+        [this, what = &what(), tag = tag(), work = std::move(work)] {
           try {
             barrier_.begin_collective(*what, tag);
             work();
@@ -169,8 +150,8 @@ class SharedMemoryCommunicator final : public Communicator {
 
   // - Collectives, run by the stream's thread
 
-  void run_all_gathers(const std::vector<Part>& parts) {
-    for (const Part& part : parts) {
+  void run_all_gathers(const std::vector<GatherPart>& parts) {
+    for (const GatherPart& part : parts) {
       if (!arena_->contains(part.input, part.bytes)) {
         gather_through_staging(parts);
         return;
@@ -179,10 +160,10 @@ class SharedMemoryCommunicator final : public Communicator {
     gather_in_place(parts);
   }
 
-  void gather_in_place(const std::vector<Part>& parts) {
+  void gather_in_place(const std::vector<GatherPart>& parts) {
     const auto* first = static_cast<const char*>(parts.front().input);
     Operation operation = operation_of(Kind::AllGather, 0, arena_->offset_of(first));
-    for (const Part& part : parts) {
+    for (const GatherPart& part : parts) {
       const std::ptrdiff_t distance = static_cast<const char*>(part.input) - first;
       operation.bytes += part.bytes;
       operation.pattern = (operation.pattern ^ part.bytes) * 0x9e3779b97f4a7c15u +
@@ -207,9 +188,10 @@ class SharedMemoryCommunicator final : public Communicator {
 
   // Copies the inputs of rank `from` to their places in the outputs. `source` is where that rank
   // has the first part's input.
-  static void copy_parts(const std::vector<Part>& parts, const char* source, int from, bool large) {
+  static void copy_parts(const std::vector<GatherPart>& parts, const char* source, int from,
+                         bool large) {
     const auto* first = static_cast<const char*>(parts.front().input);
-    for (const Part& part : parts) {
+    for (const GatherPart& part : parts) {
       const char* input = source + (static_cast<const char*>(part.input) - first);
       char* output = static_cast<char*>(part.output) + static_cast<std::size_t>(from) * part.bytes;
       if (input != output) {
@@ -226,8 +208,8 @@ class SharedMemoryCommunicator final : public Communicator {
     }
   }
 
-  void gather_through_staging(const std::vector<Part>& parts) {
-    for (const Part& part : parts) {
+  void gather_through_staging(const std::vector<GatherPart>& parts) {
+    for (const GatherPart& part : parts) {
       const bool large = part.bytes * sources_.size() >= kLargeOutput;
       for (std::size_t first = 0; first < part.bytes; first += kPieceBytes) {
         const std::size_t bytes = std::min(kPieceBytes, part.bytes - first);
@@ -347,14 +329,6 @@ class SharedMemoryCommunicator final : public Communicator {
 
   std::shared_ptr<Arena> arena_;
   std::shared_ptr<void> staging_;
-  const std::string unnamed_ = "a collective";
-  const std::string* what_ = &unnamed_;
-  std::uint64_t tag_ = 0;
-
-  // - Used between group_start and group_end
-  bool in_group_ = false;
-  std::vector<Part> group_;
-  Stream* grouped_on_ = nullptr;
 
   // - Used by the stream's thread
   std::vector<const void*> sources_;

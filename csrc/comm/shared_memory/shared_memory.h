@@ -16,6 +16,8 @@ namespace fsdp {
 
 struct Mailbox;
 
+TransportTraits shared_memory_traits();
+
 // Where peers find this rank. Each rank makes its endpoint, the ranks exchange the addresses, and
 // then each rank connects. Mailboxes live until the process ends, since peers may read them at any
 // time.

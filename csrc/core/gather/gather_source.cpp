@@ -14,7 +14,7 @@ std::vector<GatherPiece> pieces_of(const UnitLayout& layout, std::size_t max_mes
     GatherPiece piece;
     piece.part = part;
     piece.cast_plan = layout.shard_to_gather_plan(part);
-    piece.plan = layout.gather_plan(communicator.gather_by(), part);
+    piece.plan = layout.gather_plan(communicator.traits().gather_by, part);
     piece.bytes = piece.plan.packed_bytes;
     for (const GatherMessage& message : piece.plan.direct) {
       piece.bytes += message.bytes;

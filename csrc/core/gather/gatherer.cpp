@@ -251,7 +251,7 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
 // Null while a unit still uses the parameters that were gathered there before.
 Slot* Gatherer::acquire_persistent_slot(Bucket& bucket) {
   if (bucket.gather.persistent_slot_ == nullptr) {
-    make_persistent_slot(bucket, bucket.gather.all_ranks_.communicator.allocate_in_step(
+    make_persistent_slot(bucket, bucket.gather.all_ranks_.communicator.allocate_alone(
                                      device_, bucket.buffers.slot, BufferUse::Output));
     streams_.follow_compute();
   }

@@ -119,7 +119,8 @@ class Gatherer {
   bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;
   std::unique_ptr<BufferRing> ring_;
-  HalvedBuffer staging_;  // rank-major
+  HalvedBuffer staging_;           // rank-major
+  std::vector<GatherPart> parts_;  // of the message that is sent; kept for its memory
   std::uint64_t iteration_ = 0;
   bool poison_ = false;
 };

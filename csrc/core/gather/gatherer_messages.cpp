@@ -13,14 +13,14 @@ UserCollective* gather_hook_of(const Bucket& bucket) {
 
 // The tensors have the parameters' dtype if all have the same, and are bytes otherwise, as FSDP2's.
 void gather_by_hook(UserCollective& hook, Stream& stream, const UnitLayout& layout,
-                    const LayoutPart& part, const char* input, char* output, std::size_t bytes) {
+                    const LayoutPart& part, const GatherPart& message) {
   DType dtype = layout.params()[part.first].param_dtype;
   for (std::size_t i = part.first; i < part.end; ++i) {
     dtype = layout.params()[i].param_dtype == dtype ? dtype : DType::Bytes;
   }
-  const std::size_t numel = bytes / itemsize(dtype);
-  hook.issue(stream, {output, numel * static_cast<std::size_t>(layout.world_size()), dtype,
-                      const_cast<char*>(input), numel});
+  const std::size_t numel = message.bytes / itemsize(dtype);
+  hook.issue(stream, {message.output, numel * static_cast<std::size_t>(layout.world_size()), dtype,
+                      const_cast<void*>(message.input), numel});
 }
 
 }  // namespace
@@ -161,25 +161,24 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
                     /*follows=*/false);
   UserCollective* const hook = gather_hook_of(bucket);
-  const auto all_gather = [&](const char* from, char* to, std::size_t bytes) {
-    if (hook != nullptr) {
-      gather_by_hook(*hook, stream, bucket.layout, piece.part, from, to, bytes);
-    } else {
-      source.communicator.all_gather(stream, from, to, bytes);
-    }
-  };
-  const bool in_group = hook == nullptr && plan.direct.size() + (plan.packed_bytes > 0 ? 1 : 0) > 1;
-  if (in_group) {
-    source.communicator.group_start();
-  }
+  parts_.clear();
   for (const GatherMessage& message : plan.direct) {
-    all_gather(input + message.source_offset, output + message.destination_offset, message.bytes);
+    parts_.push_back(
+        {input + message.source_offset, output + message.destination_offset, message.bytes});
   }
   if (plan.packed_bytes > 0) {
-    all_gather(input + plan.packed_offset, staging, plan.packed_bytes);
+    parts_.push_back({input + plan.packed_offset, staging, plan.packed_bytes});
   }
-  if (in_group) {
-    source.communicator.group_end();
+  if (hook == nullptr && parts_.size() > 1) {
+    source.communicator.all_gather_parts(stream, parts_);
+    return;
+  }
+  for (const GatherPart& part : parts_) {
+    if (hook != nullptr) {
+      gather_by_hook(*hook, stream, bucket.layout, piece.part, part);
+    } else {
+      source.communicator.all_gather(stream, part.input, part.output, part.bytes);
+    }
   }
 }
 

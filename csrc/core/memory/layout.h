@@ -48,7 +48,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "comm/gather_by.h"
+#include "comm/transport_traits.h"
 #include "pack/pack.h"
 
 namespace fsdp {
@@ -61,7 +61,7 @@ constexpr std::size_t kRegionAlignment = 256;
 // The *direct* plan gathers each parameter straight into its region: nothing is copied. The
 // *packed* plan gathers the chunks of all parameters in one message, rank-major, into staging, and
 // unpacks from there. A message of its own costs a few microseconds even in a group. A copy costs
-// as much for every few megabytes. So the plan follows the transport (comm/gather_by.h):
+// as much for every few megabytes. So the plan follows the transport (comm/transport_traits.h):
 //
 //   Size       The transport launches a group as one. Parameters of at least kDirectBytes, which
 //              the layout has first, are gathered directly. The rest is packed, in the same launch.

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/align.h"
-#include "comm/messages/message_staging.h"
 
 namespace fsdp {
 namespace {
@@ -83,16 +82,6 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
 
 bool reduces_in_place(const UnitLayout& layout, double post_scale) {
   return layout.reduces_in_grad_dtype() && post_scale == 1.0 && !layout.is_offloaded();
-}
-
-bool keeps_reduce_output(std::string_view transport) { return transport == "nccl"; }
-
-std::size_t message_staging_bytes(std::string_view transport, int ranks) {
-  using Use = MessageStaging::Use;
-  const bool has_messages = transport == "process_group";
-  return has_messages ? MessageStaging(ranks, Use::Gathers).bytes +
-                            MessageStaging(ranks, Use::Reductions).bytes
-                      : 0;
 }
 
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {

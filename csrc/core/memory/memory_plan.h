@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string_view>
 #include <vector>
 
 #include "core/memory/layout.h"
@@ -43,10 +42,6 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
 // write the reduce output.
 bool reduces_in_place(const UnitLayout& layout, double post_scale);
 
-// Whether the reduce output is allocated even if reductions write the flat gradient: Note [shards
-// and gradients in windows] in core/lanes.h. `transport` is a name.
-bool keeps_reduce_output(std::string_view transport);
-
 struct BucketUse {
   BucketBuffers buffers;
   bool reshards_after_forward = true;  // otherwise it has a slot of its own
@@ -72,10 +67,6 @@ struct ReduceMemory {
 inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards) {
   return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
 }
-
-// What both lanes keep for messages in flight: Note [composed collectives]. `transport` is a name;
-// the process group's is gloo's.
-std::size_t message_staging_bytes(std::string_view transport, int ranks);
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots);

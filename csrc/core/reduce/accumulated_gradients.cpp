@@ -20,8 +20,8 @@ bool AccumulatedGradients::any_before(std::uint64_t packing) const {
 
 void AccumulatedGradients::allocate(Device& device) {
   if (memory_ == nullptr) {
-    memory_ = reduction_.communicator().allocate_in_step(device, reduction_.input_bytes(),
-                                                         BufferUse::Input);
+    memory_ = reduction_.communicator().allocate_alone(device, reduction_.input_bytes(),
+                                                       BufferUse::Input);
   }
 }
 

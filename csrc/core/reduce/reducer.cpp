@@ -72,7 +72,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   };
   const bool needs_output =
       std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
-      ((has_peers || has_replicas) && keeps_reduce_output(lane_.communicator().transport()));
+      ((has_peers || has_replicas) && lane_.communicator().traits().keeps_reduce_output);
   if (output_bytes_ > 0 && lane_.most(needs_output ? 1 : 0, may_differ) > 0) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
@@ -94,7 +94,7 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   lane_.place_in_windows(gradients, BufferUse::Gradient);
   for (const auto& bucket : buckets) {
     bucket->reduction.into_window_ =
-        bucket->mesh == nullptr && lane_.communicator().is_registered(bucket->flat_gradient());
+        bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
   }
 }
 
@@ -481,8 +481,7 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
   bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&
                   units.size() == bucket.units.size() &&
-                  (!bucket.reduction.into_window_ ||
-                   lane_.communicator().is_registered(bucket.flat_gradient()));
+                  (!bucket.reduction.into_window_ || lane_.is_registered(bucket.flat_gradient()));
   std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
   std::fill(modes.begin(), modes.end(), CastMode::Skip);
   for (Unit* unit : units) {
@@ -522,7 +521,7 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
 
 char* Reducer::output_half(std::size_t half) {
   if (output_.data() == nullptr) {
-    output_.reset(lane_.allocate_in_step(output_bytes_, output_use()), output_bytes_);
+    output_.reset(lane_.allocate_alone(output_bytes_, output_use()), output_bytes_);
   }
   return output_.half_of(half);
 }

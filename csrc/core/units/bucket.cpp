@@ -83,7 +83,7 @@ std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Communicator& co
                                       Device& device) {
   const std::size_t bytes = kShards.bytes(layout);
   return layout.is_offloaded() ? device.allocate_on_host(bytes)
-                               : communicator.allocate_in_step(device, bytes, BufferUse::Shard);
+                               : communicator.allocate_alone(device, bytes, BufferUse::Shard);
 }
 
 // See Note [moving shards].
@@ -102,9 +102,9 @@ BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& uni
   SmallerGroup smaller;
   if (gather.group() != nullptr) {
     const Communicator& group = gather.group()->source.communicator;
-    smaller = {group.size(), group.gather_by()};
+    smaller = {group.size(), group.traits().gather_by};
   }
-  return buffers_of(layout, gather.all_ranks().communicator.gather_by(),
+  return buffers_of(layout, gather.all_ranks().communicator.traits().gather_by,
                     units.front()->max_message_bytes, smaller);
 }
 

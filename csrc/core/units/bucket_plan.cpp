@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/messages/message_staging.h"
 #include "core/units/merging.h"
 
 namespace fsdp {
@@ -23,7 +24,7 @@ std::size_t gradient_bytes(const UnitLayout& layout) {
 
 PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vector<int>& numbers,
                           const BucketPlanOptions& options) {
-  const GatherBy by = options.gather_by;
+  const GatherBy by = options.transport.gather_by;
   std::vector<const UnitLayout*> layouts;
   layouts.reserve(numbers.size());
   for (const int number : numbers) {
@@ -86,7 +87,7 @@ std::size_t gradients_in_flight(const std::vector<PlannedBucket>& buckets,
 
 // Each size of smaller groups has lanes of its own: Note [group shards].
 std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
-                                      std::string_view transport) {
+                                      const TransportTraits& transport) {
   std::set<int> sizes;
   for (const UnitConfig& unit : units) {
     sizes.insert(unit.reshard_group);
@@ -108,7 +109,7 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   std::vector<BucketUse> uses;
   const bool has_peers = units.front().layout.world_size() > 1;
   const bool has_replicas = options.replicas > 1;
-  bool needs_reduce_output = (has_peers || has_replicas) && keeps_reduce_output(options.transport);
+  bool needs_reduce_output = (has_peers || has_replicas) && options.transport.keeps_reduce_output;
   for (const PlannedBucket& bucket : plan.buckets) {
     uses.push_back(bucket.use);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;

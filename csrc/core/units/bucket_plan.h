@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstddef>
-#include <string_view>
 #include <vector>
 
+#include "comm/transport_traits.h"
 #include "core/memory/memory_plan.h"
 #include "core/units/unit_config.h"
 
@@ -33,14 +33,13 @@ struct BucketPlan {
 };
 
 struct BucketPlanOptions {
-  std::string_view transport;
-  GatherBy gather_by = GatherBy::Size;
+  TransportTraits transport;
   int nesting = 1;                 // units below the root that enclose each other, at most
   std::size_t prefetch_depth = 1;  // buckets
   bool overlaps_copies = false;    // as Device::overlaps_copies
   // - The ranks with the same shard: Note [replicas] in core/reduce/reducer.h
   int replicas = 1;
-  std::string_view replica_transport;
+  TransportTraits replica_transport;
 };
 
 // `units` are in order of registration, and so are the buckets.

@@ -37,7 +37,8 @@ FlightGroup flight_group(const Communicator& communicator, const std::string& na
                          const std::string& what, const std::string& backend,
                          const std::vector<int>& ranks) {
   return {detail::concat(name, ".", what),
-          detail::concat("fsdp_ext ", what, " over ", communicator.transport()), backend, ranks, 0};
+          detail::concat("fsdp_ext ", what, " over ", communicator.traits().name), backend, ranks,
+          0};
 }
 
 void register_flights(py::module_& m) {
@@ -144,7 +145,19 @@ void register_nccl(py::module_& m) {
 
 void register_lanes(py::module_& m) {
   register_flights(m);
-  py::class_<Lanes, std::shared_ptr<Lanes>>(m, "Lanes")
+  py::class_<Lanes, std::shared_ptr<Lanes>> lanes_class(m, "Lanes");
+  const auto trait = [&lanes_class](const char* name, auto field) {
+    lanes_class.def_property_readonly(
+        name, [field](Lanes& lanes) { return lanes.gather.communicator().traits().*field; });
+  };
+  trait("transport", &TransportTraits::name);
+  trait("is_simulated", &TransportTraits::is_simulated);
+  trait("is_inline", &TransportTraits::is_inline);
+  trait("is_composed", &TransportTraits::is_composed);
+  trait("sums_in_rank_order", &TransportTraits::sums_in_rank_order);
+  trait("flight_backend", &TransportTraits::flight_backend);
+  trait("hosts", &TransportTraits::hosts);
+  lanes_class
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
@@ -211,8 +224,7 @@ void register_lanes(py::module_& m) {
           "simulated",
           [](int device, int rank, int size, std::pair<double, double> gather,
              std::pair<double, double> reduce, double jitter, std::uint64_t seed,
-             int multiprocessors, int pack_multiprocessors, bool whole_traffic, bool moves_memory,
-             double timeout) {
+             int multiprocessors, int pack_multiprocessors, bool moves_memory, double timeout) {
             SimulatedOptions options;
             options.moves_memory = moves_memory;
             options.rank = rank;
@@ -222,25 +234,15 @@ void register_lanes(py::module_& m) {
             options.jitter = jitter;
             options.seed = seed;
             options.multiprocessors = multiprocessors;
-            options.gather_by = gather_by_of("simulated", /*on_gpu=*/device >= 0);
-            options.whole_traffic = whole_traffic;
+            options.on_gpu = device >= 0;
             const py::gil_scoped_release no_gil;
             return make_simulated_lanes(device, options, pack_multiprocessors,
                                         milliseconds(timeout));
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("pack_multiprocessors"), py::arg("whole_traffic"), py::arg("moves_memory"),
-          py::arg("timeout"))
+          py::arg("pack_multiprocessors"), py::arg("moves_memory"), py::arg("timeout"))
       .def_property_readonly("flights", [](Lanes& lanes) { return lanes.flights; })
-      .def_property_readonly("transport",
-                             [](Lanes& lanes) { return lanes.gather.communicator().transport(); })
-      .def_property_readonly("is_inline",
-                             [](Lanes& lanes) { return lanes.gather.communicator().is_inline(); })
-      .def_property_readonly("hosts",
-                             [](Lanes& lanes) { return lanes.gather.communicator().hosts(); })
-      .def_property_readonly("is_composed",
-                             [](Lanes& lanes) { return lanes.gather.communicator().is_composed(); })
       .def_property_readonly("message_staging_bytes",
                              [](Lanes& lanes) { return message_staging_bytes(lanes); })
       .def(

@@ -12,6 +12,7 @@
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
 #include "torch/python_user_collective.h"
+#include "torch/transports.h"
 
 namespace py = pybind11;
 
@@ -181,8 +182,9 @@ void register_layout(py::module_& m) {
          int nesting, std::size_t prefetch_depth, int replicas,
          const std::string& replica_transport) {
         return describe(plan_buckets(
-            units, {transport, gather_by_of(transport, on_gpu), nesting, prefetch_depth,
-                    /*overlaps_copies=*/on_gpu, replicas, replica_transport}));
+            units,
+            {usual_traits(transport, on_gpu), nesting, prefetch_depth,
+             /*overlaps_copies=*/on_gpu, replicas, usual_traits(replica_transport, on_gpu)}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
       py::arg("prefetch_depth"), py::arg("replicas"), py::arg("replica_transport"));

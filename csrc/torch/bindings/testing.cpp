@@ -172,8 +172,8 @@ void extend_lanes(py::module_& m) {
   lanes_class
       .def_property_readonly("registered_buffers",
                              [](Lanes& lanes) {
-                               return lanes.gather.communicator().registered_buffers() +
-                                      lanes.reduce.communicator().registered_buffers();
+                               return lanes.gather.registered_buffers() +
+                                      lanes.reduce.registered_buffers();
                              })
       .def(
           "all_reduce",

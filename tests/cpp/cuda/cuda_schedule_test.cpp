@@ -382,7 +382,7 @@ TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
   nccl.plain_reductions = 0;
   on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
     const auto in_window = [&rank](StreamUnit& unit) {
-      return rank.lanes->reduce.communicator().is_registered(unit.flat_gradient());
+      return rank.lanes->reduce.is_registered(unit.flat_gradient());
     };
     StreamUnit& unit = *rank.units[2];
     rank.step(static_cast<float>(r + 1), mean_of(2, 0));
