@@ -14,12 +14,12 @@
 
 namespace fsdp {
 
-// An output of at least this many bytes has left the near caches before it is read again.
+// Outputs at least this large leave the near caches before they are read again.
 constexpr std::size_t kLargeOutput = std::size_t{4} << 20;
 
 constexpr std::size_t kCacheLine = 64;
 
-// How many bytes `address` is short of the next cache line.
+// The number of bytes from `address` to the next cache line.
 inline std::size_t bytes_to_cache_line(const void* address) {
   return (kCacheLine - reinterpret_cast<std::uintptr_t>(address) % kCacheLine) % kCacheLine;
 }
@@ -63,8 +63,8 @@ inline void finish_streaming() {
 #endif
 }
 
-// memcpy with non-temporal stores. (memcpy itself uses them only for single copies that are larger
-// still.)
+// memcpy with non-temporal stores. (memcpy itself uses them only for single copies that are even
+// larger.)
 inline void copy_past_caches(void* destination, const void* source, std::size_t bytes) {
   auto* output = static_cast<char*>(destination);
   const auto* input = static_cast<const char*>(source);

@@ -22,7 +22,7 @@
 
 namespace fsdp::element {
 
-// Half-precision elements by their bits. The structs make two types of them.
+// Half-precision elements, stored as their bits. Separate structs keep the two types apart.
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -53,9 +53,9 @@ FSDP_HOST_DEVICE inline std::int32_t choose(bool condition, std::int32_t yes, st
 }
 
 // Moves exponent and mantissa to their places in fp32, and then corrects the exponent's bias. Inf
-// and NaN need twice the correction. Subnormals get one more, which gives them a leading one that
-// they do not have, so it is subtracted. No intermediate value is an fp32 subnormal, so a mode that
-// flushes those to zero changes nothing.
+// and NaN need twice the correction. Subnormals get one more, which adds a leading one that is then
+// subtracted. No intermediate value is an fp32 subnormal, so a mode that flushes those to zero
+// changes nothing.
 FSDP_HOST_DEVICE inline float widen(Float16 value) {
 #if FSDP_CONVERTS_IN_HARDWARE
   float result;
@@ -105,8 +105,8 @@ FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(float value) {
 
 // Rounds to nearest even. Computes the result for every range and chooses one. Normal results are
 // rounded in integers, also those that become infinite. Subnormal results are rounded by adding a
-// float whose last place is theirs. A NaN becomes quiet and keeps the high bits of its payload, as
-// with the processors' own conversions.
+// float with the same unit in the last place. A NaN becomes quiet and keeps the high bits of its
+// payload, as with the processors' own conversions.
 template <>
 FSDP_HOST_DEVICE inline Float16 narrow<Float16>(float value) {
 #if FSDP_CONVERTS_IN_HARDWARE
@@ -139,7 +139,7 @@ template <>
 FSDP_HOST_DEVICE inline float narrow<float>(double value) {
   return static_cast<float>(value);
 }
-// PyTorch casts by way of fp32, too.
+// PyTorch also casts through fp32.
 template <>
 FSDP_HOST_DEVICE inline BFloat16 narrow<BFloat16>(double value) {
   return narrow<BFloat16>(static_cast<float>(value));

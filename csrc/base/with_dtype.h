@@ -1,4 +1,4 @@
-// From a dtype known at run time to a type known at compile time.
+// Maps a dtype known at run time to a type known at compile time.
 #pragma once
 
 #include "base/check.h"

@@ -32,7 +32,7 @@ struct FlightGroup {
   std::uint64_t issued = 0;
 };
 
-// An all-gather of a group, as Communicator::all_gather.
+// One all-gather of a group, with the arguments of Communicator::all_gather.
 struct GatherPart {
   const void* input;
   void* output;
@@ -46,7 +46,7 @@ class RegisteredMemory {
  public:
   // If registering is not possible, this is memory of the device.
   virtual std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) = 0;
-  // Whether `allocate` registers memory. It is false after a rank has failed to register some.
+  // Whether `allocate` registers memory. It is false after a registration has failed on a rank.
   virtual bool can_register() const = 0;
   // Whether `memory` lies in registered memory.
   virtual bool holds(const void* memory) const = 0;
@@ -62,7 +62,8 @@ class RegisteredMemory {
   ~RegisteredMemory() = default;
 };
 
-// What a transport implements: the pure virtual methods, and those that it has more for.
+// The interface of a transport: it implements the pure virtual methods, and overrides others that
+// it supports.
 class Communicator {
  public:
   Communicator(TransportTraits traits, int rank, int size)
@@ -75,8 +76,8 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Names the stream that all collectives of this communicator will run on, before the first one. A
-  // communicator that is not told says less about ranks that wait for each other.
+  // Names the stream that all collectives of this communicator will run on, before the first one.
+  // Without this call, a communicator says less about ranks that wait for each other.
   virtual void serve(Stream& /*stream*/) {}
 
   // Error messages call the following collectives `what`, which must outlive them. If the transport
@@ -128,8 +129,8 @@ class Communicator {
   // Work behind the barrier starts after the streams of all ranks have reached it.
   virtual void barrier(Stream& stream) = 0;
 
-  // An all-gather of a few bytes of host memory, off the hot path. Ranks compare with it what they
-  // are about to do. `output` is complete for work behind this call on the stream.
+  // An all-gather of a few bytes of host memory, off the hot path. Ranks use it to compare their
+  // next actions. `output` is complete for work behind this call on the stream.
   virtual void host_all_gather(Stream& stream, const void* input, void* output,
                                std::size_t bytes) = 0;
 

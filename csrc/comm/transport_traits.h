@@ -1,4 +1,4 @@
-// What is always so about a transport. Each transport's header has its own traits, and no code
+// The constant properties of a transport. Each transport's header has its own traits, and no code
 // decides by a transport's name.
 #pragma once
 

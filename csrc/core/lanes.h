@@ -129,7 +129,7 @@ class Lane {
                                                 : mine;
   }
 
-  // As allocate, within a step, where ranks do not make this call together.
+  // Like allocate, but within a step, where ranks do not call it together.
   std::shared_ptr<void> allocate_alone(std::size_t bytes, BufferUse use) {
     return communicator_->allocate_alone(device_, bytes, use);
   }

@@ -10,7 +10,7 @@
 namespace fsdp {
 
 // Throws an error with CUDA's text unless the call has succeeded, and clears CUDA's record of the
-// last error. `call` is the source text of the call, of which the message has the function's name.
+// last error. `call` is the source text of the call; the message names its function.
 inline void check_cuda(cudaError_t result, std::string_view call) {
   if (result != cudaSuccess) {
     cudaGetLastError();

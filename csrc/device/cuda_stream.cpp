@@ -421,7 +421,7 @@ bool CudaStream::wait(Event& event, const std::string& /*what*/) {
 
 Behind CudaStream::behind_nothing() const { return {&device_, {}}; }
 
-// The framework's current stream may be another one than before, of which nothing is known.
+// The framework's current stream may have changed, and nothing is known about the new one.
 Behind& CudaStream::known(void* handle) {
   if (handle != behind_on_) {
     behind_ = behind_nothing();

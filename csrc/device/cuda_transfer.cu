@@ -54,7 +54,7 @@ __device__ void move_words(const char* source, char* destination, std::size_t by
     Word loaded[kWordsInFlight];
 #pragma unroll
     for (int i = 0; i < kWordsInFlight; ++i) {
-      // Past the end it is the last word, so that no load is behind a branch.
+      // Loads past the end repeat the last word, so that no load is behind a branch.
       const std::size_t at = first + static_cast<std::size_t>(i) * kThreads;
       loaded[i] = from[at < words ? at : words - 1];
     }

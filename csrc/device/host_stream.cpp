@@ -20,7 +20,7 @@ constexpr std::chrono::microseconds kWorkerPolling{100};
 // Waking a waiter that sleeps takes about ten microseconds.
 constexpr std::chrono::microseconds kWaiterPolling{20};
 
-// As long as it gets: longer times would overflow.
+// The upper limit of a wait: longer times would overflow.
 constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
 
 // Yields the core to other threads meanwhile.
@@ -44,8 +44,8 @@ void copy_pieces(const Move& move) {
   }
 }
 
-// A thread wakes about 30 us after the time that it asked for. So this asks for an earlier time, by
-// the shortest delay of recent sleeps, and yields the core for the rest.
+// A thread wakes about 30 us after the time that it asked for. So this asks for a wake-up earlier
+// by the shortest recent delay, and yields the core for the rest.
 void sleep_until(std::chrono::steady_clock::time_point time) {
   using Clock = std::chrono::steady_clock;
   constexpr Clock::duration kLongestDelay = std::chrono::microseconds(100);
@@ -102,7 +102,7 @@ class HostMoments final : public Moments {
   static constexpr std::size_t kChunk = 1024;
 
   Stamp& stamp_of(std::size_t number) const { return chunks_[number / kChunk][number % kChunk]; }
-  // Works for a stream that has failed, too, whose stamps are negative.
+  // Also works for a failed stream, whose stamps are negative.
   double seconds(std::size_t number) const {
     return host_clock::seconds(std::abs(stamp_of(number).load(std::memory_order_relaxed)));
   }
@@ -409,8 +409,8 @@ bool HostStream::wait_for_batch(std::vector<Item>& batch) {
   return !batch.empty();
 }
 
-// Takes the item by value. So what the work has captured is destroyed before the next record
-// completes, and outside the queue's lock, which a destructor may need.
+// Takes the item by value. So the work's captures are destroyed before the next record completes,
+// and outside the queue's lock, which a destructor may need.
 void HostStream::execute(Item item) {
   for (Stamp* stamp : item.stamps) {
     if (stamp != nullptr) {

@@ -21,14 +21,14 @@
 namespace fsdp {
 
 // Note [published waits]
-// A stream may have a place where it publishes which thread is blocked until the stream is done.
-// The thread's number stands there only while that thread waits for a record that the stream has
-// not reached. The worker takes it away when it reaches the record, not the thread when it wakes,
-// which may be much later on a busy host. If several threads wait, a number may be missing. Waits
-// that end while they poll publish nothing. Other processes may read the place.
+// A stream may publish the number of the thread that is blocked until the stream is done. The
+// number is published only while that thread waits for a record that the stream has not reached.
+// The worker removes it when it reaches the record. The thread itself would do so only after
+// waking, which may be much later on a busy host. If several threads wait, a number may be missing.
+// Waits that end while polling publish nothing. Other processes may read the number.
 using BlockedThread = std::atomic<std::uint64_t>;
 
-// A number of the calling thread that no other living thread of the process has. Larger than 1.
+// A number of the calling thread, unique among the living threads of the process. Larger than 1.
 std::uint64_t this_thread();
 
 // Whether the stream has reached one record of an event, and the error of the work before it.
@@ -39,12 +39,12 @@ class Completion {
 
   bool is_complete() const { return complete_.load(std::memory_order_acquire); }
   bool is_success() const { return is_complete() && !error_; }
-  // Whether the thread that waits issues work, or is the worker of a stream.
+  // Whether the waiting thread issues work, or is the worker of a stream.
   enum class Waiter : bool { Host, Worker };
 
   void complete(std::exception_ptr error);
-  // Throws the error of the work, or a TimeoutError that names `what`. Throws in a forked child,
-  // too: the worker that would complete this is not there.
+  // Throws the error of the work, or a TimeoutError that names `what`. Also throws in a forked
+  // child, which lacks the worker that would complete this.
   void wait(std::chrono::milliseconds timeout, const std::string& what, Waiter waiter);
 
  private:
@@ -70,7 +70,7 @@ class HostEvent final : public Event {
 
   // For streams only. nullptr stands for a record that is already reached.
   void set_newest(std::shared_ptr<Completion> completion);
-  // What is recorded and not reached yet; nullptr for nothing. A wait waits for it.
+  // The newest record, if the stream has not reached it; otherwise nullptr. A wait waits for it.
   std::shared_ptr<Completion> pending() const;
 
  private:
@@ -85,8 +85,8 @@ using Stamp = std::atomic<std::int64_t>;
 class HostQueue : public Stream {
  public:
   virtual void enqueue(std::function<void()> work) = 0;
-  // Stores the time at which the stream reaches the next item that is queued, as its negative if
-  // the stream has failed. Almost free.
+  // Stores the time at which the stream reaches the next queued item, negated if the stream has
+  // failed. Almost free.
   virtual void stamp(Stamp& at) = 0;
   // From the next record on, waits are published in `blocked`, which outlives the stream.
   virtual void publish_waits(BlockedThread& /*blocked*/) {}

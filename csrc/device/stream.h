@@ -130,7 +130,7 @@ class Moments {
   virtual double lead(std::size_t number, double reached) const = 0;
 
   // Marks moment 0 now, waits for it, and returns its time in seconds of std::chrono::steady_clock,
-  // also where the hardware has another clock.
+  // even if the hardware has another clock.
   virtual double anchor() = 0;
 };
 
@@ -196,7 +196,8 @@ class Device {
   // Makes this the current device of the calling thread while the result lives. Off the hot path.
   virtual std::shared_ptr<void> make_current() { return nullptr; }
 
-  // What makes this the current device of the thread that calls it, also after this object's end.
+  // Returns a function that makes this the current device of the calling thread, even after this
+  // object's end.
   virtual std::function<void()> selector() const {
     return [] {};
   }
@@ -250,7 +251,7 @@ class Device {
   // Lets the calling thread, which issues no work, query events while another thread captures.
   virtual void allow_event_queries_during_capture() {}
 
-  // Whether a copy on one stream and work on others overlap without taking much from each other.
+  // Whether a copy on one stream and work on others overlap without slowing each other down much.
   virtual bool overlaps_copies() const { return false; }
 
   // Whether the caller blocks when the compute stream waits.
@@ -291,7 +292,7 @@ enum class HostStreams : bool { Threads, Inline };
 std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout,
                                          HostStreams streams = HostStreams::Threads);
 
-// What this extension uses of the framework that shares the GPU: its current stream, and its
+// The parts of the framework that this extension uses on a shared GPU: its current stream, and its
 // allocator, so that the framework accounts for our memory.
 struct CudaFramework {
   void* (*current_stream)(int device) = nullptr;

@@ -82,7 +82,7 @@ FSDP_ALWAYS_INLINE Seen<Source> look(Source element) {
   return ExponentOf<Source>::look(element::bit_cast<Seen<Source>>(element));
 }
 
-// Merges what was seen of both halves of a word.
+// Merges the findings for both halves of a word.
 FSDP_ALWAYS_INLINE Seen<BFloat16> either(std::uint32_t seen) {
   return static_cast<Seen<BFloat16>>(seen | seen >> 16);
 }
@@ -193,8 +193,8 @@ struct AccumulateLoop<BFloat16, BFloat16> {
 // one block with the stores of another.
 constexpr std::int64_t kBlock = 64;
 
-// The source is prefetched so many bytes before it is read. The processor's own prefetching is
-// not enough: it left a cast from fp32 to bf16 at three quarters of this speed.
+// The source is prefetched this many bytes ahead. The processor's own prefetching is not enough: it
+// left a cast from fp32 to bf16 at three quarters of this speed.
 constexpr std::int64_t kPrefetchAhead = 4096;
 
 template <typename Loop, typename Source, typename Destination>
@@ -438,7 +438,7 @@ class HostPacker final : public Packer {
   }
 
  private:
-  // Of an output of `bytes`. In a small one the caches keep what the next operation reads.
+  // Settings for an output of `bytes`. A small output stays in the caches for the next operation.
   RunSettings run_settings(double scale, bool accumulate, std::size_t bytes) const {
     return {scale, accumulate, settings_.instruction_set,
             bytes >= settings_.large_output ? settings_.large_run

@@ -214,8 +214,8 @@ void set_edge(const at::Tensor& tensor, const Edge& edge) {
   }
 }
 
-// Whether the node, which is alive, has the hook of this call. Another node may have been made
-// where one was freed.
+// Whether the node, which is alive, has the hook of this call. A new node may have the address of a
+// freed one.
 bool has_hook_of(const Node& node, CallId call) {
   return std::any_of(node.pre_hooks().begin(), node.pre_hooks().end(), [call](const auto& hook) {
     const auto* ours = dynamic_cast<const PreBackwardHook*>(hook.get());

@@ -8,14 +8,14 @@
 //
 // The first and the last own the model's C++ side until backward has passed them without keeping
 // the graph. So a backward works if its model was dropped, as it does for modules of torch.
-// Afterwards, a graph that is kept, such as by a loss, keeps nothing else.
+// Afterwards, a graph that something keeps, such as a loss, keeps nothing else alive.
 //
 // Note [inputs]
 // A unit gets its caller's own tensors, so an in-place change has the same effect as without
 // sharding. While the unit's forward runs, each of these tensors is an output of the
-// PostBackwardNode. The node passes gradients on to where they went before. When forward has ended,
-// the tensor has its own history again: other uses of it do not delay the node, and hooks and
-// torch.autograd.grad see the whole gradient. Hooks that forward has registered move to the
+// PostBackwardNode. The node passes gradients on to their former destinations. When forward has
+// ended, the tensor has its own history again: other uses of it do not delay the node, and hooks
+// and torch.autograd.grad see the whole gradient. Hooks that forward has registered move to the
 // tensor's own node. A tensor that forward has changed in place keeps its new history, which
 // includes the PostBackwardNode, and counts as an output.
 //

@@ -79,7 +79,7 @@ std::unique_ptr<Messages> messages_of(c10::intrusive_ptr<c10d::Backend> backend)
 
 std::string plain_text(std::string message) {
   static const std::regex kPosition(R"(^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+)");
-  // A stack of torch's, a traceback of Python's, and what gloo advises.
+  // The stack of torch, the traceback of Python, and gloo's advice.
   for (const char* ending :
        {"\nException raised from", "\n\nAt:\n", "This is typically caused by"}) {
     message.resize(std::min(message.size(), message.find(ending)));

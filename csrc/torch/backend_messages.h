@@ -18,8 +18,8 @@ bool has_messages(c10d::Backend& backend);
 
 std::unique_ptr<Messages> messages_of(c10::intrusive_ptr<c10d::Backend> backend);
 
-// What an error of a backend says, without the position in a source file, the stack or the
-// traceback that some begin or end with. Empty if nothing is left.
+// The message of a backend's error, without the source position, stack or traceback that some
+// messages contain. Empty if nothing is left.
 std::string plain_text(std::string message);
 std::string plain_text(const std::exception& error);
 

@@ -17,7 +17,7 @@ namespace {
 constexpr std::chrono::milliseconds kLongestWaitForOthers{1000};
 constexpr std::chrono::milliseconds kLongestExchange{2000};
 
-// What a rank writes on the FailureBoard, and where.
+// The entry that a rank writes on the FailureBoard, and its key.
 std::string failure_of(const GroupMembers& members, const std::string& what) {
   return detail::concat("rank ", members.global_rank, " was in ", what);
 }
@@ -110,7 +110,7 @@ void FailureBoard::tell(const std::string& what, const GroupMembers& members) co
       board.post(what, members);
     }).wait_for(kLongestExchange);
   } catch (const std::exception&) {
-    // No thread could be started. The caller has an error of its own to tell.
+    // No thread could be started. The caller reports an error of its own.
   }
 }
 

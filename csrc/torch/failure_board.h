@@ -1,4 +1,4 @@
-// What ranks of a process group tell each other, through its store, about collectives that failed.
+// How ranks of a process group report failed collectives to each other, through its store.
 #pragma once
 
 #include <chrono>
@@ -24,23 +24,24 @@ struct GroupMembers {
 };
 
 // How ranks tell each other what they were doing when a collective failed. Both lanes of a group
-// have the same one. The process that serves the store may hang, too, so an exchange gives up after
-// a moment. Messages name the ranks that do not answer, since nothing else may say which one a
+// share one board. The process that serves the store may hang, too, so an exchange gives up after a
+// moment. Messages name the ranks that do not answer, since nothing else may say which one a
 // backend has waited for.
 class FailureBoard {
  public:
   // `store` is that of one of the lanes' groups; it may be null.
   explicit FailureBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  // Tells the other ranks that this rank was in `what` when it failed. Returns, in sentences, what
-  // they were in, and which ones do not answer. Waits a moment for ranks that fail a little later.
+  // Tells the other ranks that this rank failed in `what`. Returns, in sentences, their
+  // collectives, and the ranks that do not answer. Waits a moment for ranks that fail a little
+  // later.
   std::string exchange(const std::string& what, const GroupMembers& members) const;
 
   // Only tells them.
   void tell(const std::string& what, const GroupMembers& members) const;
 
-  // Tells the other ranks the labels of this rank's last collectives. Returns them and those of
-  // rank `other`, if it does the same within a moment, in lines.
+  // Tells the other ranks the labels of this rank's last collectives. Returns them, one a line,
+  // with the labels of rank `other` if it makes the same call within a moment.
   std::string exchange_histories(const std::vector<std::string>& labels, int global_rank,
                                  int other) const;
 

@@ -27,7 +27,7 @@ void set_data(const c10::Storage& storage, void* data, std::shared_ptr<void> own
 }
 
 // Keeps the memory of a tensor alive. On the host it is the memory itself, because share_memory_()
-// gives a storage other memory and frees what it had.
+// gives a storage other memory and frees the old one.
 std::shared_ptr<void> owner_of(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (!tensor.is_cpu()) {

@@ -42,7 +42,7 @@ class FlatTensor {
   void move(std::shared_ptr<void> memory);
   // Takes the tensor and its parts back to their own memory, with their content, if share_memory_()
   // gave them other memory. It compares one pointer for each part, so every forward can call it.
-  // If the whole tensor is the one that is written, as a flat parameter is, parts may be older.
+  // If the whole tensor is written, as a flat parameter is, parts may be out of date.
   void reclaim(bool parts_are_newer = true);
 
  private:

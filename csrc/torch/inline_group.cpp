@@ -22,7 +22,7 @@ namespace {
 
 enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier, Host };
 
-// What a rank says about its next collective.
+// A rank's announcement of its next collective.
 struct Next {
   Kind kind;
   std::uint64_t bytes;

@@ -22,7 +22,7 @@
 
 namespace fsdp {
 
-// Where an inline group's rank stands.
+// The numbers of a rank in an inline group.
 struct InlineRank {
   int rank;
   int size;

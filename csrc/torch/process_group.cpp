@@ -24,7 +24,7 @@
 namespace fsdp {
 namespace {
 
-// What host_all_gather sends first: Note [exchange group].
+// The block that host_all_gather sends first: Note [exchange group].
 struct FirstBlock {
   std::uint64_t bytes;  // of the whole message
   char what[120];
@@ -213,8 +213,8 @@ class ProcessGroupCommunicator final : public Communicator {
         ". ", why_it_failed(what));
   }
 
-  // Names a rank that has ended, or else says what the ranks did. The kernel closes its sockets,
-  // which is the error of the others, a moment before the process is gone.
+  // Names a rank that has ended, or else describes the ranks' collectives. The kernel closes its
+  // sockets, and so the other ranks fail, a moment before the process is gone.
   std::string why_it_failed(const std::string& what) const {
     constexpr std::chrono::milliseconds kInterval{10};
     constexpr int kAttempts = 100;
@@ -232,8 +232,8 @@ class ProcessGroupCommunicator final : public Communicator {
     return lanes_.failures->exchange(what, lanes_.members) + "Look at the output of all ranks.";
   }
 
-  // The rank that can be looked up here and has ended, if there is one. Ranks on other hosts cannot
-  // look it up, so this tells them.
+  // A rank that has ended, among those that this process can look up; nothing if there is none.
+  // Ranks on other hosts cannot look it up, so this tells them.
   const std::pair<int, ProcessIdentity>* find_ended_rank(const std::string& what) const {
     const auto& processes = lanes_.members.processes;
     const auto found = std::find_if(processes.begin(), processes.end(), [](const auto& member) {

@@ -15,7 +15,7 @@ namespace fsdp {
 // With messages, as gloo has, collectives are composed of them.
 TransportTraits process_group_traits(bool has_messages);
 
-// What the communicators of both lanes of a group have in common.
+// State shared by the communicators of both lanes of a group.
 struct LaneGroup {
   GroupMembers members;
   std::shared_ptr<const FailureBoard> failures;

@@ -3,16 +3,16 @@
 // Note [one thread]
 // A root serves one thread at a time. A forward belongs to the thread that begins it, and ends
 // there. A backward belongs to the thread on which its first hook runs: on the host the one that
-// called backward, on a GPU one of autograd's. It need not be the thread that ran forward. A
-// method such as unshard() belongs to its caller while it runs. A new root belongs to the thread
-// that makes it, until the forward that needs it has ended.
+// called backward, on a GPU one of autograd's. It need not be the thread that ran forward. A root
+// belongs to the caller of a method such as unshard() while the method runs. A new root belongs to
+// the thread that makes it, until the forward that needs it has ended.
 //
 // A second thread could enter wherever the first one releases the GIL: while it waits for a gather,
 // and in all of backward. Each entry checks the root's owner, which is one atomic, and another
 // thread gets an error before it has changed anything. Autograd may run parts of a backward on
 // threads of its own: for deeply nested checkpointing, or for a device. The threading module did
 // not start these, so they may enter while they run a backward. On a GPU one thread of autograd
-// runs the backwards of all threads, so these cannot be told apart there.
+// runs the backwards of all threads, so the root's owner cannot be told from other threads there.
 #pragma once
 
 #include <atomic>

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// A plain tensor, the gradient of a flat parameter, has no other one inside.
+// A plain tensor, the gradient of a flat parameter, wraps no other tensor.
 py::object local_tensor(py::handle gradient) {
   return py::getattr(gradient, "_local_tensor", gradient);
 }

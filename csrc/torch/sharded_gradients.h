@@ -4,10 +4,10 @@
 // Note [held gradients]
 // The sharded gradients are the same tensors in every step, parts of the flat gradient. A user may
 // hold one after zero_grad(), or its local tensor, or a view of it. Then its numbers must not
-// change. So before a reduction, the references to each gradient that its parameter has no more are
-// counted. If there are more than the unit's own, somebody holds the gradient. The holders keep the
-// memory, and the units of the bucket get a new flat gradient. If the user has asked for the flat
-// gradient of a unit, nothing is counted.
+// change. So before each reduction, references to gradients no longer in .grad are counted. If
+// there are more than the unit's own, user code holds the gradient. The holders keep the memory,
+// and the units of the bucket get a new flat gradient. If the user has asked for the flat gradient
+// of a unit, nothing is counted.
 //
 // Note [flat parameters]
 // FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
@@ -44,8 +44,8 @@ class ShardedGradients {
   const at::Tensor& at(std::size_t i) const { return gradients_[i].tensor; }
   void* data() const { return flat_.data(); }
 
-  // Whether gradient i, which its parameter does not have, has other holders than the unit. It runs
-  // without the GIL, and reads numbers that only users' threads change.
+  // Whether gradient i, which is not in .grad, has other holders than the unit. It runs without the
+  // GIL, and reads numbers that only users' threads change.
   bool is_held(std::size_t i) const;
   bool is_released() const { return gradients_.empty(); }
   bool is_shared() const { return is_shared_; }
@@ -59,14 +59,15 @@ class ShardedGradients {
   // Undoes share_memory_(): FlatTensor::reclaim.
   void reclaim() { flat_.reclaim(); }
 
-  // Drops the gradients, except those that parameters have. The next reduction makes them.
+  // Drops the gradients, except those in .grad of a parameter. The next reduction makes them.
   void release() { gradients_.clear(); }
-  // Returns the flat gradient. From now on its user follows it: Note [held gradients].
+  // Returns the flat gradient. From now on the caller follows it when it moves:
+  // Note [held gradients].
   at::Tensor share();
 
  private:
   struct Gradient {
-    // Of the DTensor, its local tensor and its storage together.
+    // References to the DTensor, its local tensor and its storage together.
     std::size_t references() const;
 
     at::Tensor tensor;

@@ -65,7 +65,7 @@ std::int64_t ShownGradients::flat_numel() const {
   return numel;
 }
 
-// On one rank the gradient has the places of the reduced one, and an optimizer can use it.
+// On one rank the gradient has the layout of the reduced one, and an optimizer can use it.
 std::vector<at::Tensor> ShownGradients::parts_of(const at::Tensor& flat) const {
   std::vector<at::Tensor> parts;
   std::int64_t next = 0;

@@ -5,7 +5,7 @@
 // rank's own, unsharded, and users' changes of it take effect. So units of FSDP1's wrapper do not
 // pack these gradients. Autograd keeps adding to the gradients of the unsharded parameters. At the
 // end of such a backward they move to .grad of the sharded parameters, or as one tensor to that of
-// the flat parameter. The next backward takes back what it finds there. Meanwhile a sharded
+// the flat parameter. The next backward takes the gradients back from there. Meanwhile a sharded
 // gradient of an earlier reduction is put aside. It is dropped, too, if the user sets .grad to
 // None. On one rank, or with NO_SHARD, the sharded gradient has all elements, so it is added to
 // what is shown.
@@ -25,7 +25,7 @@ namespace fsdp {
 
 class ShownGradients {
  public:
-  // What is shown in place of a sharded gradient, which is put aside if there is one.
+  // Whether an accumulated gradient is shown, and the sharded gradient that was put aside for it.
   struct Shown {
     bool is_shown = false;
     at::Tensor put_aside;
@@ -51,7 +51,7 @@ class ShownGradients {
   bool has_taken() const { return has_taken_; }
   // Call it when the gradients that were taken back have been packed.
   void forget_taken();
-  // Drops all gradients that are shown, after a backward that failed.
+  // Drops all shown gradients, after a backward that failed.
   void drop();
   // Call it when the root is destroyed.
   void leave_root() { set_any(false); }

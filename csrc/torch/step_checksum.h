@@ -1,4 +1,4 @@
-// What a checked step sees of one unit.
+// The hashes that a checked step computes for one unit.
 //
 // Note [checked steps]
 // With fully_shard(check_every=k), the schedule looks at every k-th step. A step begins with a
@@ -24,12 +24,12 @@ namespace fsdp {
 // A tensor with one int64, a hash of the elements' bytes. A flipped bit always changes it. Ranks
 // with the same kind of device have the same hash of the same bytes.
 at::Tensor hash_of(const at::Tensor& tensor);
-// The same by operators that every device has, for GPUs.
+// The same, computed with operators that every device has, for GPUs.
 at::Tensor hash_by_operators(const at::Tensor& tensor);
 // The same for several tensors together. Not defined if they have no elements.
 at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
 
-// A tensor that is not defined stands for something that the step did not see.
+// An undefined tensor stands for a hash that the step did not compute.
 struct StepChecksum {
   // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
   // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed

@@ -126,7 +126,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool with_gradient = at::GradMode::is_enabled();
   const bool begins_step = checks_ != nullptr && with_gradient && !passes().awaits_backward();
   const py::gil_scoped_release no_gil;
-  // A transform of torch.func would take the copies that move shards for operators of the user.
+  // A transform of torch.func would treat the copies that move shards as the user's operators.
   const c10::impl::ExcludeDispatchKeyGuard no_transforms(
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
@@ -165,7 +165,8 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
       const py::gil_scoped_release no_gil;
       pipeline_->abandon_forward();
     } catch (const std::exception&) {
-      // The forward has replaced a parameter. The next one says so, and this one has its own error.
+      // The forward has replaced a parameter. The next forward reports it, and this one raises its
+      // own error.
     }
   }
   leave_if_idle();
@@ -190,7 +191,7 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
       pipeline_->abandon_forward();
     }
   } catch (const std::exception&) {
-    // A user has replaced a parameter. The next forward says so.
+    // A user has replaced a parameter. The next forward reports it.
   }
   if (number == passes().number()) {
     owner_.leave_backward();
@@ -257,7 +258,7 @@ void TorchRoot::end_backward() {
   }
 }
 
-// A CUDA graph would replay the looks of its step, and nobody would read them.
+// A CUDA graph would replay the checks of its step, and nobody would read their results.
 void TorchRoot::begin_step() {
   const bool is_due = checks_->begin_step() && !lanes_->device->is_capturing();
   if (!is_due && !is_checking_) {
@@ -355,7 +356,7 @@ void TorchRoot::apply(int unit, UnitSettings settings) {
   }
 }
 
-// This is a backward that reaches no unit. Its end reduces what is left.
+// This is a backward that reaches no unit. Its end reduces the remaining gradients.
 void TorchRoot::reduce_accumulated() {
   if (passes().has_failed() && !passes().in_backward()) {
     recover();

@@ -32,15 +32,15 @@
 // Note [frozen while gradients accumulate]
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
 // As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
-// the unit's layout as one that is trained, but forward and backward see a frozen one. The unit is
-// made anew after that reduction. UnitGradients::awaits_reduction decides this. It is the same on
-// all ranks, because their layouts have to be the same.
+// the unit's layout as a trained parameter, but forward and backward see a frozen one. The unit is
+// made anew after that reduction. UnitGradients::awaits_reduction decides this. That reduction is
+// the same on all ranks, because their layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
 // without create_graph, or the next forward after an optimizer's step, reshards them. That backward
-// may itself read them again, after it has passed their unit. So it reshards units with
+// may itself read the parameters again, after it has passed their unit. So it reshards units with
 // reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
 // users see the sharded parameters if this backward has given them gradients.
 //
@@ -145,8 +145,8 @@ class TorchUnit final : public UnitPort,
 
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // Freezes and unfreezes sharded parameters as the user has done it with the unsharded ones, and
-  // the other way round.
+  // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
+  // versa.
   void carry_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
   // flat parameter was given other memory, so that the unit has to be made anew.
@@ -274,8 +274,8 @@ at::Tensor local_tensor_of(const at::Tensor& dtensor);
 // Tells all units that their shards have changed. A hook of every optimizer calls this, because not
 // every optimizer changes the versions of the parameters.
 void note_optimizer_step();
-// From now on, only units that the calling thread runs: ranks of one group are threads of this
-// process, and the step of one rank must not make another one gather.
+// From now on, tells only units that the calling thread runs: ranks of one group are threads of
+// this process, and the step of one rank must not make another one gather.
 void count_optimizer_steps_by_thread();
 
 // Tells all roots that some module has another parameter or child. The next outermost forward calls

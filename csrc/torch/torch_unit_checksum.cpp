@@ -13,7 +13,7 @@ void TorchUnit::begin_checksum() {
   checksum_->shard = hash_of_shard();
 }
 
-// The compute stream has waited for the step, so reading numbers waits for little.
+// The compute stream has waited for the step, so reading the numbers takes little time.
 StepChecksum::Numbers TorchUnit::end_checksum() {
   hash_parameters();  // of a unit that stays unsharded
   const std::unique_ptr<StepChecksum> look = std::move(checksum_);

@@ -3,8 +3,8 @@
 // Note [transforms]
 // watch_inputs puts a node in front of inputs, to learn when the unit's backward has ended. The
 // node knows one level of autograd and no tangent. Transforms of torch.func have several levels,
-// and forward-mode autograd has tangents. The node would lose them without a word, so there is none
-// then. The unit's gradients are reduced at the end of backward instead.
+// and forward-mode autograd has tangents. The node would silently lose them, so transforms get no
+// node. The unit's gradients are reduced at the end of backward instead.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 

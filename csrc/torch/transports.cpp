@@ -15,7 +15,7 @@
 namespace fsdp {
 namespace {
 
-// Ranks that wait for each other know it after two or three of these.
+// Ranks that wait for each other notice it after two or three of these intervals.
 constexpr std::chrono::milliseconds kDeadlockInterval{500};
 
 // Deleting lanes waits for their threads. A thread may be in a collective of a process group that

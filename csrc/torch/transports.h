@@ -18,7 +18,7 @@
 
 namespace fsdp {
 
-// What the transport of this name usually has, for plans. A process group is one of gloo.
+// The usual traits of the transport of this name, for plans. A process group counts as gloo.
 TransportTraits usual_traits(const std::string& name, bool on_gpu);
 
 // On the host, over one private process group for each lane, both of the same ranks. `on_host` has
@@ -56,9 +56,9 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device, const SimulatedOptions& 
                                             int pack_multiprocessors,
                                             std::chrono::milliseconds timeout);
 
-// On GPU `device`, over NCCL with `options`. The members tell each other through `store`, which is
-// theirs alone, what they wait for; it may be null. Packing occupies at most `pack_multiprocessors`
-// multiprocessors; 0 stands for all. `timeout` limits the host's own waits.
+// On GPU `device`, over NCCL communicators with `options`. Through `store`, which is theirs alone
+// and may be null, ranks tell each other what they wait for. Packing occupies at most
+// `pack_multiprocessors` multiprocessors; 0 stands for all. `timeout` limits the host's own waits.
 std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const nccl::UniqueId& id,
                                        NcclOptions options, c10::intrusive_ptr<c10d::Store> store,
                                        const GroupMembers& members, int pack_multiprocessors,

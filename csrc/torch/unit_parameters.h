@@ -20,8 +20,8 @@ struct UnitParameter {
   std::vector<std::int64_t> shape;  // unsharded
   at::ScalarType dtype;             // unsharded
   bool is_input = false;
-  // From bind on. An input has none of them. An extension makes its unsharded parameter when it is
-  // first attached.
+  // From bind on. An input of an extension has none of these objects. An extension makes its
+  // unsharded parameter when it is first attached.
   HeldObject sharded = {};
   HeldObject unsharded_object = {};
   // A function that returns the parameter's gradient with the parameter's placements, if the
@@ -51,7 +51,7 @@ class UnitParameters {
   const at::Tensor& sharded(std::size_t i) const;
   const UnitLayout& layout() const { return layout_; }
 
-  // The numbers of the trainable ones among all.
+  // The indices of the trainable parameters among all parameters.
   const std::vector<std::size_t>& trainable() const { return trainable_; }
   UnitParameter& trained(std::size_t i) { return all_[trainable_[i]]; }
   const UnitParameter& trained(std::size_t i) const { return all_[trainable_[i]]; }
@@ -59,7 +59,8 @@ class UnitParameters {
   bool has_flat() const { return has_flat_; }
   const HeldObject& flat_object() const { return flat_; }
   const at::Tensor& flat() const;
-  // What has the gradient of trainable parameter i, and the gradient's place among all gradients.
+  // The tensor that holds the gradient of trainable parameter i, and the gradient's place among all
+  // gradients.
   const at::Tensor& gradient_owner(std::size_t i) const;
   std::size_t gradient_place(std::size_t i) const { return has_flat_ ? 0 : i; }
   std::size_t gradient_count() const {

@@ -49,7 +49,7 @@ void with_python(Call call) {
   try {
     call();
   } catch (pybind11::error_already_set& error) {
-    // Autograd keeps the type of errors of this class only.
+    // Autograd preserves the type of errors of this class only.
     error.restore();
     python_error kept;
     kept.persist();

@@ -15,7 +15,8 @@ constexpr char kAccount[] = "deadlock";
 
 std::string place_of(int lane) { return lane == 0 ? "stuck in gathers" : "stuck in reductions"; }
 
-// What a rank that is stuck writes. Another version of the library would have refused to connect.
+// The message that a stuck rank writes. Another version of the library would have refused to
+// connect.
 struct Stuck {
   std::int64_t global_rank = 0;
   RankState state;
@@ -35,7 +36,7 @@ std::string DeadlockWatch::look() {
   if (!is_unchanged || !(state.lanes[0].is_busy() || state.lanes[1].is_busy())) {
     return "";
   }
-  // Another pair of ranks may have found out why this rank's wait cannot end.
+  // Another pair of ranks may have found the reason why this rank's wait cannot end.
   std::string account = board_->read(kAccount);
   for (int lane : {0, 1}) {
     if (account.empty() && state.is_stuck_in(lane)) {

@@ -1,14 +1,13 @@
 // Finds ranks that wait for each other in different lanes if the ranks share no memory.
 //
 // Note [ranks that share no memory]
-// Ranks that share no memory write what Note [lanes that wait for each other] needs on a board. A
-// rank writes only if it is stuck in a lane, and has been so for two looks. There is one place for
-// each lane, so reading costs the same for any number of ranks: the last rank that got stuck in a
-// lane stands there.
+// Ranks that share no memory write the facts for Note [lanes that wait for each other] on a board.
+// A rank writes only if it is stuck in a lane, and has been so for two looks. Each lane has one
+// entry, for the last rank that got stuck there, so reading costs the same for any number of ranks.
 //
-// A rank compares what stands at the other lane with its own state. What stands there may be old,
-// but it is still true if it fits: the rank that wrote it can only go on after this rank has begun
-// the collective that the other one waits for, and this rank has not begun it.
+// A rank compares the other lane's entry with its own state. An old entry is still true if it
+// matches: its writer can only go on after this rank has begun the collective that the writer waits
+// for, and this rank has not begun it.
 #pragma once
 
 #include <chrono>
@@ -23,7 +22,8 @@
 
 namespace fsdp {
 
-// Where each rank can write a text that all ranks can read. It may be slow, and may throw.
+// A board on which each rank can write a text that all ranks can read. It may be slow, and may
+// throw.
 class Board {
  public:
   virtual ~Board() = default;
@@ -32,7 +32,7 @@ class Board {
   virtual std::string read(const std::string& place) = 0;  // empty if nothing was written
 };
 
-// What this rank's two lanes are in.
+// The state of this rank's two lanes.
 class WatchedLanes {
  public:
   virtual ~WatchedLanes() = default;
@@ -41,8 +41,8 @@ class WatchedLanes {
   virtual std::string label(int lane) const = 0;  // of the collective that it runs
 };
 
-// Lanes of the host. Their communicators write what they are in, and count a collective as a round
-// that they post.
+// Lanes of the host. Their communicators write the current collective, and count each collective as
+// a round that they post.
 class PublishedLanes final : public WatchedLanes {
  public:
   Mailbox& lane(int number) { return lanes_[number]; }
@@ -76,7 +76,7 @@ class DeadlockWatch {
   bool has_written_ = false;
 };
 
-// A thread that looks at intervals, from start until there is something to say, or until stop.
+// A thread that looks at intervals, from start until it has something to report, or until stop.
 class DeadlockThread {
  public:
   DeadlockThread(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,

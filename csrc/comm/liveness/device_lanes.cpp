@@ -15,8 +15,8 @@ void DeviceLanes::publish(int lane, Collective oldest) {
   oldest_[lane] = std::move(oldest);
 }
 
-// The same as if the device were a thread that issues each collective when what it comes behind has
-// ended, and that is blocked until then.
+// Equivalent to a thread that waits until all work in front of a collective has ended, issues the
+// collective, and is blocked meanwhile.
 RankState DeviceLanes::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   RankState state;

@@ -25,14 +25,14 @@ namespace fsdp {
 
 class DeviceLanes final : public WatchedLanes {
  public:
-  // One that was issued and has not ended.
+  // A collective that was issued and has not ended.
   struct Collective {
     std::uint32_t number = 0;  // in its lane; 0: there is none
     std::uint32_t behind = 0;  // the collective of the other lane that it comes behind; 0: none
     std::string what;
   };
 
-  // The thread that watches `lane` says which collective there is the oldest.
+  // The thread that watches `lane` reports its oldest collective.
   void publish(int lane, Collective oldest);
 
   RankState state() const override;

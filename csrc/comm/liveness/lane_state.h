@@ -7,10 +7,10 @@
 // thread that issues its work is blocked until its own lane is done. So each rank publishes that,
 // too: Note [published waits] in device/host_stream.h. Then neither rank can ever go on.
 //
-// A rank's state may change while it is read. So a deadlock counts only if all of it is the same in
-// two observations. Everything in it is a counter, or says that a thread is blocked. Between two
-// equal observations the lanes have run the same collective all the time, and in the second one the
-// threads were blocked behind it. Nothing ends that any more.
+// A rank's state may change while it is read. So a deadlock counts only if two observations of this
+// state are equal. The state consists of counters, and of flags that say whether a thread is
+// blocked. Between two equal observations the lanes have run the same collective all the time, and
+// in the second one the threads were blocked behind it. Nothing ends that any more.
 //
 // A rank that is merely slow does not look like that: its thread computes, or sleeps, and is not
 // blocked in a wait for a lane. If several threads of a rank issue work, one that is not blocked
@@ -26,7 +26,7 @@
 
 namespace fsdp {
 
-// Of one lane of a rank.
+// The state of one lane of a rank.
 struct LaneState {
   bool is_idle() const { return issued == ended; }
   bool is_busy() const { return begun != ended; }

@@ -1,5 +1,5 @@
-// What a rank that waits in one lane learns from what all ranks publish about both lanes.
-// See Note [lanes that wait for each other].
+// Watches the published state of both lanes of all ranks, for a rank that waits in one lane. See
+// Note [lanes that wait for each other].
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@ class LaneWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // `peers` are all ranks in order, this one included, and outlive this object. What would end the
+  // `peers` are all ranks in order, this one included, and outlive this object. A reason to end the
   // wait has to stay unchanged for the time `unchanged`.
   LaneWatch(const std::vector<Peer>& peers, std::chrono::milliseconds unchanged)
       : peers_(peers), unchanged_(unchanged) {}

@@ -357,7 +357,7 @@ void ComposedCollectives::share_gathered(const char* mine, std::size_t reach, st
   }
 }
 
-// Calls copy_of(owner) for each rank of another host whose input has come to `rank`.
+// Calls copy_of(owner) for each rank of another host whose input has reached `rank`.
 template <typename Copy>
 void ComposedCollectives::for_received_by(int rank, const Copy& copy_of) const {
   for (const int owner : senders_) {
@@ -410,7 +410,7 @@ void ComposedCollectives::begin(const Name& name, Kind kind, DType dtype, std::s
   payload_tag_ = 2 + static_cast<std::int32_t>(hash % kPayloadTags);
 }
 
-// The last one that came from there is not read any more.
+// The previous first message from that rank is not read any more.
 void ComposedCollectives::expect_first(int from) {
   firsts_from_[static_cast<std::size_t>(from)] =
       receive(first_from(from), staging_.first_bytes, from, kFirstTag);
@@ -430,9 +430,9 @@ void ComposedCollectives::check_first(int from) {
     return;
   }
   try {
-    firsts_to_[static_cast<std::size_t>(from)]->wait();  // so that the peer says the same
+    firsts_to_[static_cast<std::size_t>(from)]->wait();  // so that the peer reports the same
   } catch (const std::exception&) {
-    // The difference is the reason in any case.
+    // The difference is the reason even if sending fails.
   }
   const int other = global_ranks_[static_cast<std::size_t>(from)];
   throw DifferentCollectives(

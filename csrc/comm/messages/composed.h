@@ -14,11 +14,11 @@
 // kPiecesInFlight pieces for each peer, so its memory does not depend on the message.
 //
 // Note [first messages]
-// Every collective begins with one message to each peer which says what the sender is in. It has
-// room for the same number of bytes whatever that is, so each rank can read it and compare. The
-// payload's tag is a hash of the same facts, so a payload meets only a receive of the same
-// collective. Backends may end the process if a message is larger than its receiver expects. They
-// never see one, even if ranks differ. A small payload is a part of the first message.
+// Every collective begins with one message to each peer, which names the sender's collective. Its
+// size does not depend on the collective, so each rank can read it and compare. The payload's tag
+// is a hash of the same facts, so a payload meets only a receive of the same collective. Backends
+// may end the process if a message is larger than its receiver expects. They never see one, even if
+// ranks differ. A small payload is a part of the first message.
 //
 // Each rank asks for the first messages of the next collective as soon as it has read those of the
 // last one. So first messages travel at once, and a small collective takes one trip.
@@ -53,7 +53,7 @@ class DifferentCollectives : public Error {
 
 class ComposedCollectives {
  public:
-  // What error messages call a collective, and the tag that all ranks give it:
+  // The name of a collective in error messages, and its tag, which is the same on all ranks:
   // Note [collective tags].
   struct Name {
     const std::string& what;
@@ -69,9 +69,9 @@ class ComposedCollectives {
   // The ranks that share memory with this one; null if there are none.
   const HostRanks* host() const { return host_.get(); }
 
-  // They block until this rank has received its messages and sent its own. They throw if a peer is
-  // in another collective, or a message or a rank of this host fails. No other call may follow
-  // then.
+  // The collectives block until this rank has received its messages and sent its own. They throw if
+  // a peer is in another collective, or a message or a rank of this host fails. After an error, no
+  // other call may follow.
   void all_gather(const Name& name, const void* input, void* output, std::size_t bytes);
   void reduce_scatter(const Name& name, const void* input, void* output, std::size_t numel,
                       DType dtype);

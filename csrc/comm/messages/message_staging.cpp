@@ -14,7 +14,7 @@ constexpr std::size_t kLeastInlineBytes = std::size_t{4} << 10;
 constexpr std::size_t kInlineBudget = std::size_t{1} << 20;  // for all peers together
 
 // A piece this small takes about as long on a fast wire as the calls that send it. The ring of
-// pieces has room for kPieceBudget where that allows it.
+// pieces takes kPieceBudget bytes where this limit allows it.
 constexpr std::size_t kMostPieceBytes = std::size_t{1} << 20;
 constexpr std::size_t kLeastPieceBytes = std::size_t{64} << 10;
 constexpr std::size_t kPieceBudget = std::size_t{4} << 20;

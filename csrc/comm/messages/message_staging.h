@@ -11,7 +11,7 @@ namespace fsdp {
 // The memory that one lane's collectives keep for messages. It depends on the number of ranks
 // alone.
 struct MessageStaging {
-  // What it is used for. Only reductions need room for pieces.
+  // The collectives that use the memory. Only reductions need room for pieces.
   enum class Use : std::uint8_t { Gathers, Reductions };
   static constexpr std::size_t kPiecesInFlight = 4;  // of each peer
   static constexpr std::size_t kHeaderBytes = 192;   // of a first message

@@ -1,4 +1,4 @@
-// Messages between two ranks. A transport that has them can compose collectives of them.
+// Messages between two ranks. A transport with messages can compose collectives of them.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace fsdp {
 
-// A message in flight. Destroying it gives it up: its memory is not used any more.
+// A message in flight. Destroying it gives the message up: its memory is not used any more.
 class Message {
  public:
   virtual ~Message() = default;
@@ -19,9 +19,9 @@ class Message {
   virtual void give_up() = 0;
 };
 
-// Both calls return at once. A send and a receive of two ranks meet if their tags are equal, and
-// those of one tag in their order. Nothing of a message travels before its receiver has asked for
-// it, and it may be shorter than the receiver has room for, but not longer.
+// Both calls return at once. A send and a receive of two ranks match if their tags are equal;
+// messages of one tag match in order. Nothing of a message travels before its receiver has asked
+// for it, and it may be shorter than the receiver has room for, but not longer.
 class Messages {
  public:
   virtual ~Messages() = default;

@@ -127,7 +127,7 @@ class NcclCommunicator final : public Communicator {
     issue(stream, broadcast, Ends::Alone);
   }
 
-  // NCCL has no barrier. A one-byte all-gather serves as one.
+  // NCCL has no barrier. A one-byte all-gather serves as a barrier.
   void barrier(Stream& stream) override {
     grow_exchange_buffer(stream, 1);
     auto* mine = static_cast<char*>(exchange_.get());

@@ -51,8 +51,8 @@ constexpr int kFirstWithWindows = 22800;
 // NCCL_CTA_POLICY_ZERO: copy engines gather, and no thread block does.
 constexpr int kZeroCtas = 2;
 
-// ncclConfig_t as of 2.28. NCCL reads `size` bytes, takes `version` for that of the caller, and
-// uses defaults for what that version lacks. So older versions get the fields of 2.18 alone.
+// ncclConfig_t as of 2.28. NCCL reads `size` bytes, takes `version` as the caller's version, and
+// uses defaults for fields that the version lacks. So older versions get the fields of 2.18 alone.
 struct Config {
   std::size_t size = 48;
   unsigned magic = kMagic;
@@ -76,8 +76,8 @@ static_assert(sizeof(Config) == 80 && offsetof(Config, traffic_class) == 44 &&
                   offsetof(Config, cta_policy) == 60,
               "ncclConfig_t has these offsets.");
 
-// What users may set for the collectives of one lane: fields of ncclConfig_t. NCCL chooses what is
-// undefined.
+// What users may set for the collectives of one lane: fields of ncclConfig_t. NCCL chooses the
+// undefined fields.
 struct LaneSettings {
   int min_ctas = kUndefined;  // thread blocks, which occupy a multiprocessor each
   int max_ctas = kUndefined;
@@ -128,8 +128,8 @@ struct Api {
   // Note [symmetric kernels]
   // For symmetric windows, NCCL uses kernels that may start before the stream's work before them
   // has ended ("programmatic stream serialization"). From 2.28.0 until 2.30.7 they do not wait for
-  // it, so a reduce-scatter could read what pack has not written yet. There a window is registered
-  // without the flag, and NCCL uses its other kernels.
+  // it, so a reduce-scatter could read its input before pack has written it. There a window is
+  // registered without the flag, and NCCL uses its other kernels.
   bool has_safe_symmetric_kernels() const;
   int window_flags() const;
   // NCCL's text for an error, with the details of the last one.

@@ -7,8 +7,8 @@
 // buffer when its own garbage collector does, on any thread, and users hold shards and gradients as
 // long as they like. So freeing a buffer only puts it on a list. When ranks are together next, to
 // allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
-// in which they were made. Closing the communicator deregisters all others, and from then on they
-// are memory that NCCL does not know.
+// in which they were made. Closing the communicator deregisters all other buffers, which NCCL then
+// no longer knows.
 //
 // Where no window is symmetric, order does not matter, so inputs and outputs are freed at once.
 // Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
@@ -38,7 +38,7 @@ class NcclBuffers final : public RegisteredMemory {
   // equally many. Errors name the exchange `what`.
   using Exchange = std::function<std::vector<std::uint64_t>(std::vector<std::uint64_t> mine,
                                                             const std::string& what)>;
-  // For calls whose caller cannot handle an error; `what` is what NCCL could not do.
+  // For calls whose caller cannot handle an error; `what` names the action that failed.
   using Report = std::function<void(nccl::Result result, const char* what)>;
 
   // All of these outlive this object.
@@ -72,7 +72,7 @@ class NcclBuffers final : public RegisteredMemory {
     bool is_registered() const { return window != nullptr || handle != nullptr; }
   };
 
-  // What the deleters of buffers share with this object, which they may outlive.
+  // State that the deleters of buffers share with this object, which they may outlive.
   struct Shared {
     std::mutex mutex;
     bool closed = false;

@@ -9,7 +9,7 @@
 namespace fsdp::nccl {
 namespace {
 
-// Most calls end within so many polls. Later polls leave the processor to other threads.
+// Most calls end within this many polls. Later polls leave the processor to other threads.
 constexpr int kBusyPolls = 10000;
 
 void pause_between_polls(int polls) {

@@ -5,8 +5,9 @@
 // hang. But a non-blocking communicator launches each collective from a new thread (NCCL 2.28,
 // src/group.cc, ncclGroupEndInternal), which takes longer than all the rest of a launch. So that
 // communicator only joins the ranks. The two communicators of the lanes are split off it as
-// blocking ones, and it is destroyed. A call on those may block, e.g. the first collective, which
-// makes connections. The watchdog aborts a call that blocks too long (Note [watchdog]).
+// blocking ones, and it is destroyed. A call on a blocking communicator may block, e.g. the first
+// collective, which makes connections. The watchdog aborts a call that blocks too long
+// (Note [watchdog]).
 #pragma once
 
 #include <utility>

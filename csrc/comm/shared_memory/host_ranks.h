@@ -17,10 +17,10 @@
 // bit. The owner reads the segments of its own host where they are.
 //
 // Peers read the output of an all-gather and the input of a reduce-scatter, so both are in the
-// arena. What a caller has elsewhere is copied, which only collectives called directly do.
+// arena. Only collectives called directly have data elsewhere, which is copied first.
 //
 // Every two ranks of different hosts still exchange a first message, so ranks that differ name each
-// other as without shared memory. Those of one host compare in the barrier what they are in.
+// other as without shared memory. Ranks of one host compare their collectives in the barrier.
 #pragma once
 
 #include <chrono>

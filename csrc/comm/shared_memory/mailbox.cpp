@@ -26,7 +26,8 @@ const char* text_of(Operation::Kind kind) {
   return "an unknown collective";
 }
 
-// Copies memory that a peer may change meanwhile. What was checked in the copy stays as it is.
+// Copies memory that a peer may change meanwhile. A peer cannot change the copy after it was
+// checked.
 template <typename T>
 T read_once(const T& source) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(std::uint64_t) == 0 &&
@@ -59,7 +60,7 @@ std::size_t character_length(const char* text, std::size_t size) {
       return 0;
     }
   }
-  // Overlong forms, surrogates and what is beyond the last code point.
+  // Overlong forms, surrogates and values beyond the last code point.
   const auto second = static_cast<unsigned char>(text[1]);
   const bool is_valid = (first != 0xe0 || second >= 0xa0) && (first != 0xed || second < 0xa0) &&
                         (first != 0xf0 || second >= 0x90) && (first != 0xf4 || second < 0x90);

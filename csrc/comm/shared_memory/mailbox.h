@@ -48,7 +48,7 @@ class Activity {
   bool is_busy() const { return ended() != begun(); }
   // Of the current collective, or else of the last one. Cut if it is long.
   std::string label() const;
-  // The same of the last ones, in their order.
+  // The labels of the last collectives, in their order.
   std::vector<std::string> labels() const;
 
  private:

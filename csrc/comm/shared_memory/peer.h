@@ -1,4 +1,4 @@
-// A rank, as another one sees it.
+// A rank as its peers see it.
 #pragma once
 
 #include "comm/shared_memory/mailbox.h"

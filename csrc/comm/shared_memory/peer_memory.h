@@ -4,8 +4,8 @@
 // A rank that fails may write anything anywhere first, and the process group's store may hold what
 // another program left there. So whatever comes from a peer is checked before it is used: addresses
 // by parse_address, offsets by PeerMemory, mailboxes by the functions of
-// comm/shared_memory/mailbox.h. Each reads what it checks exactly once, because a peer can change
-// it at any time. Peers can make a collective fail or its result wrong, but they cannot crash this
+// comm/shared_memory/mailbox.h. Each check reads a value exactly once, because a peer can change it
+// at any time. Peers can make a collective fail or its result wrong, but they cannot crash this
 // process.
 #pragma once
 
@@ -37,8 +37,8 @@ std::string to_bytes(const PeerAddress& address);
 // Throws if the bytes are no address. Nothing is known yet about the memory at that address.
 PeerAddress parse_address(const std::string& bytes);
 
-// Throws the error of a peer that wrote what no rank of this version writes. `who` is the peer, and
-// `what` begins with a verb.
+// Throws the error for a peer that wrote data that no rank of this version writes. `who` is the
+// peer, and `what` begins with a verb.
 [[noreturn]] void throw_damaged(const std::string& who, const std::string& what);
 
 struct PeerMemory {

@@ -34,7 +34,7 @@ std::uint64_t random_token() {
   return (static_cast<std::uint64_t>(source()) << 32) | source();
 }
 
-// The size of an open file that nobody can change any more; 0 if it is none that was made here.
+// The size of an open file that nobody can change any more; 0 if the file is not one of our arenas.
 std::size_t sealed_size(int fd) {
   struct stat status{};
   const int seals = ::fcntl(fd, F_GET_SEALS);  // fails if it is another kind of file

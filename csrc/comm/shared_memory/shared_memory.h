@@ -31,7 +31,7 @@ class SharedMemoryEndpoint {
 
   // Returns the communicators of the gather lane and of the reduce lane. `addresses` are those of
   // all ranks' endpoints in order of rank, this one included. Each wait for a peer is limited by
-  // `timeout`. Call it once. Throws an error with the reason if an address is none, or a peer's
+  // `timeout`. Call it once. Throws an error with the reason if an address is invalid, or a peer's
   // memory cannot be read.
   std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> connect(
       const std::vector<std::string>& addresses, int rank, std::chrono::milliseconds timeout) const;

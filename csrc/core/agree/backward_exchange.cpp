@@ -165,7 +165,7 @@ void BackwardExchange::receive() {
 void BackwardExchange::compare_hashes() {
   for (std::size_t other = 0; other < size(); ++other) {
     if (std::memcmp(message_of(other), message_of(0), sizeof(Hashes)) != 0) {
-      // Every rank finds the same first rank that differs from rank 0, and comes here.
+      // Every rank finds the same first rank that differs from rank 0, so all ranks get here.
       throw_difference(rank() == 0 ? other : 0);
     }
   }

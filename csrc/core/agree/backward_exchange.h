@@ -29,7 +29,7 @@ class BackwardExchange {
   // core/reduce/reducer.h. The ranks of a set exchange their messages first. Then each rank
   // exchanges its set's messages with its replicas, so every rank has those of all ranks.
   BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers);
-  // Work in flight uses the buffers that are freed now.
+  // Work in flight still uses the buffers that are freed now.
   ~BackwardExchange();
 
   BackwardExchange(const BackwardExchange&) = delete;
@@ -67,8 +67,8 @@ class BackwardExchange {
   // The ranks of all sets. Set after set, each in order of rank.
   std::size_t size() const;
   std::size_t rank() const;
-  // Sends `bytes` from `mine` to all ranks, which have them in `all` when `received_` is complete.
-  // `of_set` has room for the messages of a set.
+  // Sends `bytes` from `mine` to all ranks; `all` has every rank's bytes when `received_` is
+  // complete. `of_set` has room for the messages of a set.
   void gather_from_all(const std::string& what, const void* mine, void* of_set, void* all,
                        std::size_t bytes);
 

@@ -16,7 +16,7 @@
 
 namespace fsdp {
 
-// Tells which values of the shards a gather or a copy has: those of an iteration and a version.
+// Identifies the shard values in a gather or a copy, by iteration and version.
 struct ShardStamp {
   std::uint64_t iteration = 0;
   std::uint64_t version = 0;  // the sum over the units' shards

@@ -391,8 +391,8 @@ void Gatherer::forget(Bucket& bucket) {
   streams_.follow_compute();  // no version tells that the shards have changed
 }
 
-// Returns whether there is a copy that the stream of the messages still has to make. A gather that
-// overwrites the slot, or reads what is kept, comes behind it on that stream.
+// Returns whether the message stream still has to make a copy. A gather that overwrites the slot,
+// or reads the kept copy, comes after it on that stream.
 bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
   GroupShard* group = bucket.gather.group_.get();
   if (group == nullptr || !std::exchange(group->is_due, false) ||

@@ -31,7 +31,7 @@ class Gatherer {
   Gatherer& operator=(const Gatherer&) = delete;
 
   // Allocates a ring for `buckets`, with `slots` slots as large as the largest bucket that reshards
-  // after forward, and frees the ring before it. No slot may have an owner. `buckets` lives until
+  // after forward, and frees the previous ring. No slot may have an owner. `buckets` lives until
   // the next call.
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots);
 
@@ -65,7 +65,7 @@ class Gatherer {
   void end_keeping();
   // Marks all group shards as out of date.
   void forget_group_shards();
-  // Marks all that was gathered, cast and kept of the bucket's shards as out of date.
+  // Marks everything that was gathered, cast or kept from the bucket's shards as out of date.
   void forget(Bucket& bucket);
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);

@@ -9,8 +9,8 @@ namespace fsdp {
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
   GatherMemory memory = plan_gathers(uses_of(buckets), slots);
-  // Work in flight may still use the buffers of the plan before. They are freed first, so that they
-  // and the new ones are never held together.
+  // Work in flight may still use the buffers of the previous plan. They are freed first, so that
+  // old and new buffers never exist together.
   lane_.synchronize();
   ring_.reset();
   staging_.reset(nullptr, 0);

@@ -80,8 +80,8 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bucket.gather.issue_.refused = 0;
 }
 
-// The shards are cast once an iteration: backward gathers what forward has cast, or what it has
-// kept of that. See Note [pieces].
+// The shards are cast once an iteration: backward gathers the shards that forward has cast, or the
+// copy that it has kept. See Note [pieces].
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gather.is_in_pieces();
@@ -203,7 +203,7 @@ void Gatherer::finish_reading_host() {
   }
 }
 
-// Pieces arrive in order. The unit does not wait for those behind its last one.
+// Pieces arrive in order. The unit does not wait for pieces after its last one.
 void Gatherer::wait_for_gather(Unit& unit) {
   Bucket& bucket = *unit.bucket;
   const GatherSource& source = bucket.gather.source();
@@ -219,7 +219,7 @@ void Gatherer::wait_for_gather(Unit& unit) {
   }
 }
 
-// Nobody knows what the slot has, so the next use gathers again.
+// The slot's contents are unknown, so the next use gathers again.
 void Gatherer::drop_failed_gather(Bucket& bucket) {
   forget(bucket);
   for (Unit* unit : bucket.units) {

@@ -5,7 +5,8 @@
 // Sharded -> Gathering (a gather was issued, or a slot with current contents was reacquired) ->
 // Unsharded (the compute stream waited and the parameters are attached) -> Sharded. A gather covers
 // a whole bucket. Each of its units is resharded by itself, and the last one releases the slot.
-// Reducing gradients does not touch the parameters, so it is not a state. It has its own event.
+// Reducing gradients does not touch the parameters, so it is not a state. Reductions have events of
+// their own.
 //
 // Note [after an evaluation]
 // A user may write into the parameters that the modules have, or give them to an optimizer. Between

@@ -62,7 +62,7 @@ class BufferRing {
   // bucket may reacquire it.
   void release(Slot& slot, Stream& readers, bool keeps_contents);
 
-  // The parameters have changed: released slots no longer contain any.
+  // The parameters have changed, so the contents of released slots are out of date.
   void forget_contents();
 
   int slots() const { return static_cast<int>(slots_.size()); }

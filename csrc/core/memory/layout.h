@@ -67,7 +67,7 @@ constexpr std::size_t kRegionAlignment = 256;
 //              the layout has first, are gathered directly. The rest is packed, in the same launch.
 //   Packing    Groups are not launched as one. All parameters are packed, except one that is alone.
 //   Parameter  A message costs little besides its copy (shared memory). Nothing is packed, except
-//              chunks of several runs, and what the layout has behind them.
+//              chunks of several runs, and the parameters behind them in the layout.
 //
 // kDirectBytes is an estimate from a GPU's copy bandwidth (2 * 4 MiB at 4 TB/s are 2 us). It was
 // not measured yet.
@@ -118,7 +118,7 @@ struct ParamSpec {
   std::int64_t chunk_multiple = 1;            // elements, a power of two
 };
 
-// The multiple with which every start is aligned in all dtypes.
+// Every start is a multiple of this many elements, which aligns it in all dtypes.
 constexpr std::int64_t uniform_multiple(int world_size) {
   return static_cast<std::int64_t>(world_size == 1 ? kRegionAlignment : kAlignment);
 }
@@ -177,7 +177,7 @@ class UnitLayout {
   std::int64_t first_row(std::size_t param, int rank) const;
   std::int64_t row_count(std::size_t param, int rank) const;
 
-  // On the wire, of one row of each rank together: in the gather, or in the reduction if that has
+  // The bytes of one row from each rank on the wire, in the gather or the reduction, whichever has
   // more. No message can be smaller.
   std::size_t row_bytes(std::size_t param) const;
 

@@ -29,8 +29,8 @@ class LaneStreams {
   // The lane outlives this, and may be shared with others.
   LaneStreams(Device& device, Lane& lane);
 
-  // `value`: whether some bucket is sent in pieces. The first time that one is, this makes the
-  // streams of its copies.
+  // `value`: whether some bucket is sent in pieces. The first call with true makes the streams of
+  // its copies.
   void set_any_in_pieces(bool value);
   bool is_any_in_pieces() const { return any_in_pieces_; }
 

@@ -166,7 +166,7 @@ void add_tensor(PickleWriter& file, const std::string& which, std::size_t numel,
   file.end_list();
 }
 
-// PyTorch has Python's stack here. The unit says more, and costs nothing to find.
+// PyTorch has Python's stack here. The unit's name says more, and costs nothing to find.
 void add_frames(PickleWriter& file, const Flight& flight) {
   file.add("frames");
   file.begin_list();
@@ -183,7 +183,7 @@ void add_frames(PickleWriter& file, const Flight& flight) {
   file.end_list();
 }
 
-// A moment of a GPU has no time on the host's clock. The time of this call stands for it.
+// A moment of a GPU has no time on the host's clock. The time of this call replaces it.
 void add_time(PickleWriter& file, const char* key, bool is_reached, std::int64_t ticks,
               const WallClock& clock) {
   file.add(key);

@@ -41,10 +41,10 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   // Throws if nothing can be written.
   bool write(const std::string& path) const;
   // Writes them to path(), and says so in a sentence. If that is not possible, the sentence says
-  // why. After account_before_abort it only says again what that said.
+  // why. After account_before_abort it only repeats that account.
   std::string account() const noexcept;
-  // The same, for watchdogs, which end collectives afterwards. Those look complete then, so only
-  // the first call since lanes were recorded writes the file.
+  // The same, for watchdogs, which end collectives afterwards. Aborted collectives look complete,
+  // so only the first call since lanes were recorded writes the file.
   std::string account_before_abort();
 
   // Turns recording on or off in all lanes. Benchmarks measure with it what recording costs.

@@ -32,7 +32,7 @@
 
 namespace fsdp {
 
-// What is said about a collective when it is issued.
+// The description of a collective when it is issued.
 struct FlightPlan {
   Collective op;
   Phase phase;
@@ -52,7 +52,7 @@ struct Flight {
 
 enum class FlightState : std::uint8_t { Scheduled, Started, Completed };
 
-// An entry, and how far it is.
+// An entry, and the progress of its collective.
 struct SeenFlight {
   Flight flight;
   FlightState state = FlightState::Scheduled;

@@ -159,13 +159,13 @@ class Ledger {
   void begin_iteration();
   // What happens from now on belongs to no iteration.
   void leave_iteration() { now_ = nullptr; }
-  // The iteration has so many moments that a new one should begin.
+  // Whether the iteration has so many moments that a new one should begin.
   bool is_full() const { return now_ != nullptr && now_->marked > kMostMoments; }
 
   IterationIndex open(Stream& stream, Work work, UnitRange units) {
     return has_times() ? open_at(mark(stream), work, units) : IterationIndex{};
   }
-  // From a moment that is marked already. Call it only if has_times().
+  // Opens a span that begins at a moment already marked. Call it only if has_times().
   IterationIndex open_at(std::int32_t begin, Work work, UnitRange units) {
     now_->spans.push_back({work, phase_, units, begin});
     return {static_cast<std::int32_t>(now_->spans.size()) - 1, now_->number};

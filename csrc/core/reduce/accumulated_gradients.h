@@ -1,5 +1,5 @@
-// What backwards without gradient sync have accumulated for the units of one bucket: its reduce
-// input, one piece after another, and which trainable parameters have gradients there.
+// The gradients that backwards without gradient sync have accumulated for the units of one bucket:
+// its reduce input, one piece after another, and which trainable parameters have gradients there.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ class AccumulatedGradients {
   AccumulatedGradients& operator=(const AccumulatedGradients&) = delete;
 
   bool any() const { return has_any_; }
-  // Whether trainable parameter i of the unit has some.
+  // Whether trainable parameter i of the unit has accumulated gradients.
   bool has(const Unit& unit, std::size_t i) const { return since(unit, i) != 0; }
   // The first packing that the parameter's gradients include: Note [NaN and Inf] in
   // core/reduce/nonfinite_gradients.h. 0 if it has none.
@@ -43,10 +43,11 @@ class AccumulatedGradients {
   void begin(Device& device);
   // The parameter has gradients from now on, which the caller writes.
   void add(const Unit& unit, std::size_t i, std::uint64_t packing);
-  // What has arrived of the units was packed into the memory. Without gradients these are zeros.
+  // The gradients that arrived for the units were packed into the memory. Parameters without
+  // gradients have zeros there.
   void add_arrived(const std::vector<Unit*>& units, std::uint64_t packing);
-  // Forgets the gradients of these units. Others keep theirs, and zeros lie between them: `stream`
-  // writes these.
+  // Forgets the gradients of these units. Other units keep theirs; `stream` writes zeros between
+  // them.
   void clear(Device& device, Stream& stream, const std::vector<Unit*>& units);
   void clear_all();
 

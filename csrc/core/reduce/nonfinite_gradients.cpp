@@ -63,7 +63,7 @@ std::vector<char> NonfiniteGradients::find(
     }
   }
   const auto captured = std::count(marks.begin(), marks.end(), kCapturedPacking);
-  if (captured > 0) {  // the next replays tell anew
+  if (captured > 0) {  // later replays mark anew
     std::replace(marks.begin(), marks.end(), kCapturedPacking, std::uint64_t{0});
     device_.copy_from_host(compute, marks.data(), marks_.get(), bytes);
     compute.synchronize();

@@ -30,7 +30,7 @@
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
 // same streams, and the compute stream of a gradient's hook is the stream that the gradient arrived
-// on. Gradients of one bucket may so arrive on several streams. Before they are packed, the compute
+// on. So gradients of one bucket may arrive on several streams. Before they are packed, the compute
 // stream of that moment waits for the others. After that, each of these streams waits for the
 // packing before the gradients are freed, because each allocator's stream reuses its own memory.
 //
@@ -38,9 +38,9 @@
 // Gradient settings may change at any time, also between forward and backward, so the units of a
 // bucket may differ: some synchronise and some accumulate, or they divide by different factors.
 // Each set of units with equal settings is then reduced or accumulated separately. A message of the
-// bucket carries zeros, or what they have accumulated, for its other units. These keep their
-// accumulated gradients. When a unit's scale changes, TorchRoot::apply also scales
-// what the unit has accumulated, so the last scale holds for the whole sum.
+// bucket carries zeros, or accumulated gradients, for the other units. Those units keep their
+// accumulated gradients. When a unit's scale changes, TorchRoot::apply also scales what the unit
+// has accumulated, so the last scale holds for the whole sum.
 #pragma once
 
 #include <cstddef>
@@ -59,8 +59,8 @@ namespace fsdp {
 
 class Reducer {
  public:
-  // A lane, and what records each collective before it is issued. Both outlive the reducer, and may
-  // be shared with others.
+  // A lane, and the callback that records each collective before it is issued. Both outlive the
+  // reducer, and may be shared with others.
   struct Over {
     Lane* lane = nullptr;
     RecordIssue record_issue;
@@ -102,7 +102,7 @@ class Reducer {
   // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
   // nothing, these parts are zero before. All ranks call it.
   void set_accumulated(Unit& unit, const std::vector<char>& has);
-  // Lets has_accumulated_before tell the gradients of the backward that begins from earlier ones.
+  // Lets has_accumulated_before distinguish gradients of the new backward from earlier ones.
   void begin_backward() { first_packing_ = packings_ + 1; }
   // Whether there are accumulated gradients of backwards before the last one.
   bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
@@ -155,7 +155,7 @@ class Reducer {
   static bool sums(Route route) { return route == Route::Sum || route == Route::ScatterAndSum; }
   static void set_sharded_gradients(const Bucket& bucket, const Units& units);
   Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
-  // Returns what the reduction has written, or where the whole bucket lies if there is no message.
+  // Returns the reduction's output, or the memory of the whole bucket if there is no message.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
   bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);

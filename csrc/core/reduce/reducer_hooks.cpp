@@ -19,7 +19,7 @@ void for_each_hook(const Bucket& bucket, const Function& function) {
 
 }  // namespace
 
-// `reduced` is what the reductions have written, of all units of the bucket.
+// `reduced` is the output of the reductions, for all units of the bucket.
 void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   Bucket& bucket = reduction.bucket;
   const Unit& unit = *reduction.units.front();
@@ -62,7 +62,8 @@ bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* out
   return true;
 }
 
-// Throws the first error. Those of other units are of the same backward, and are forgotten with it.
+// Throws the first error. Errors of other units belong to the same backward, and are forgotten with
+// it.
 void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   try {
     for (const auto& bucket : buckets) {

@@ -58,7 +58,7 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   }
 }
 
-// The piece's gradients of one dtype. Those of others are missing.
+// The piece's gradients of one dtype. Gradients of other dtypes are left out.
 const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piece,
                                          const void* const* gradients, DType dtype) {
   if (piece.gradient_dtypes.size() == 1) {
@@ -94,7 +94,7 @@ void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   for (Unit* unit : units) {
     const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
     keep_alive.push_back(unit->port.extract_gradients(addresses));
-    // Somebody may have put gradients there that autograd did not bring.
+    // User code may have put gradients there that autograd did not bring.
     for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
       if (addresses[i] != nullptr) {
         unit->gradients.arrive(i);

@@ -1,4 +1,4 @@
-// Which gradients of a unit have arrived, and what its last reduction had.
+// Which gradients of a unit have arrived, and which ones its last reduction included.
 #pragma once
 
 #include <algorithm>
@@ -50,7 +50,8 @@ class UnitGradients {
   bool needs_reduction(bool syncs) const {
     return any_arrived() || (is_reached_ && syncs && !is_reduced_ && count() > 0);
   }
-  // At the end of backward: also what was left by backwards without gradient sync.
+  // At the end of backward: as needs_reduction, or backwards without gradient sync have left
+  // gradients.
   bool has_left_over(bool syncs) const {
     return needs_reduction(syncs) || (syncs && awaits_reduction_);
   }

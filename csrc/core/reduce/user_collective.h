@@ -1,5 +1,5 @@
-// What a user does to a unit's reduced gradients, before they are scaled and cast, or in place of
-// reducing them.
+// User code that runs on a unit's reduced gradients before they are scaled and cast, or in place of
+// the reduction.
 //
 // Note [reduce hooks]
 // A hook sees the whole unit at once: behind the reduce-scatter and, if there are replicas, behind

@@ -17,7 +17,7 @@ class BackwardProgress {
     passes_left_ += action == BackwardAction::Pass ? 1 : 0;
     recomputations_left_ += action == BackwardAction::Recompute ? 1 : 0;
     is_recomputed_ = recomputations_left_ > 0;
-    // All calls that forward recorded share one.
+    // All calls that forward recorded count as one source.
     gradient_sources_ = recomputations_left_ + (passes_left_ > 0 ? 1 : 0);
   }
   void take(BackwardAction action) {

@@ -6,8 +6,8 @@
 namespace fsdp {
 namespace {
 
-// So many forwards may await their backward. The backward of an older one only loses its order and
-// its prefetch.
+// At most this many forwards may await their backward. The backward of an older one only loses its
+// order and its prefetch.
 constexpr std::size_t kMostForwards = 256;
 constexpr CallId kMostCalls = 1 << 14;
 

@@ -267,7 +267,7 @@ void Pipeline::post_backward(int number, CallId call) try {
   fail(error);
 }
 
-// Ranks that do not answer, or differ, are found in any call that waits.
+// Any call that waits may find that ranks do not answer, or differ.
 void Pipeline::fail(const Error& error) { throw_with_flight_record(error, lanes_, replicas_); }
 
 void Pipeline::take_steps(std::size_t count) {

@@ -53,7 +53,7 @@ void ReductionOrder::advance() {
   }
 }
 
-// What is left are gradients that arrived late, and those of units without steps. The last unit of
+// Only gradients that arrived late, and those of units without steps, are left. The last unit of
 // the model comes first.
 void ReductionOrder::end_backward() {
   advance();

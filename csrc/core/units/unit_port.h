@@ -1,4 +1,5 @@
-// What the owner of a unit's tensors does for the schedule: csrc/torch/torch_unit, and the tests.
+// The interface that the owner of a unit's tensors implements for the schedule:
+// csrc/torch/torch_unit, and the tests.
 #pragma once
 
 #include <cstddef>
@@ -44,8 +45,8 @@ class UnitPort {
   // where the port finds them afterwards. Otherwise they are packed.
   virtual bool keeps_gradients() { return false; }
 
-  // Whether a user still holds a sharded gradient that its parameter has no more. The next
-  // reduction would overwrite it.
+  // Whether a user still holds a sharded gradient that is no longer in .grad. The next reduction
+  // would overwrite it.
   virtual bool has_held_gradients() = 0;
   // Makes new sharded gradients in `memory`. Their values are undefined. Holders of the old ones
   // keep the old memory.

@@ -1,7 +1,7 @@
 // The settings of a unit, which may change between passes: Pipeline::apply. A new setting needs a
 // field here, a line in bindings/layout.cpp and _C.pyi, and its value in
 // fsdp_ext/sharding/root/root.py, or in unit_tree.py if the planner needs it. If buckets, their
-// memory or collectives depend on it, pipeline_settings.cpp has to say so.
+// memory or collectives depend on the setting, pipeline_settings.cpp has to invalidate them.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace fsdp {
 
-// Those that are the same for all units of a bucket: core/units/merging.h.
+// core/units/merging.h lists the settings that are the same for all units of a bucket.
 struct BucketSettings {
   bool reshard_after_forward = true;
   int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/group_shard.h

@@ -9,7 +9,7 @@ void register_layout(pybind11::module_& m);
 void register_unit(pybind11::module_& m);
 void register_lanes(pybind11::module_& m);
 void register_root(pybind11::module_& m);
-// Adds what only tests and benchmarks use, also to the classes that the others register.
+// Adds functions that only tests and benchmarks use, also to classes that other files register.
 void register_testing(pybind11::module_& m);
 
 }  // namespace fsdp

@@ -69,8 +69,8 @@ void synchronize(TorchRoot& root) try {
 }
 
 // Keeps the times of the last `iterations` iterations; 0 keeps none. The streams still write
-// moments that were marked before, so they are drained first. An error of a stream is left to
-// whoever waits for its work.
+// moments that were marked before, so they are drained first. An error of a stream is left to the
+// next wait for its work.
 void keep_times(TorchRoot& root, std::size_t iterations) {
   const py::gil_scoped_release no_gil;
   bool drained = true;

@@ -1,4 +1,4 @@
-// What only tests and benchmarks call.
+// Functions that only tests and benchmarks call.
 #include <chrono>
 #include <optional>
 #include <tuple>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// `stream` ("gather", "reduce" or "all-reduce") pauses after the work that it has now.
+// `stream` ("gather", "reduce" or "all-reduce") pauses after its current work.
 void delay_stream(TorchRoot& root, const std::string& stream, double seconds) {
   const bool is_of_replicas = stream == "all-reduce" && root.replicas() != nullptr;
   Lane& lane = is_of_replicas ? root.replicas()->reduce : lane_named(root.lanes(), stream);
