@@ -1,7 +1,7 @@
 """Refuses sources without a build, and a torch that the build does not fit.
 
-That happens before the extension is loaded. An extension that was built against another minor
-version of torch may fail to load, or crash later.
+That happens before the extension is loaded. An extension built against another minor version of
+torch may fail to load, or crash later.
 """
 
 from __future__ import annotations

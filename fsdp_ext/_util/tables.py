@@ -67,5 +67,5 @@ def size(nbytes: int) -> str:
 
 
 def row_of_names(first: str, last: str, count: int) -> str:
-    """Return how units that lie behind each other are called."""
+    """Return the name of a row of neighbouring units."""
     return first if count == 1 else f"{first} to {last} ({count})"

@@ -16,9 +16,9 @@ from fsdp_ext.comm.transports import OF_GPUS, Transport
 LAUNCHES = 4
 
 # Measured with `python -m fsdp_ext measure-link`, two ranks on two cores. The latency of shared
-# memory is that in a step, without the call from Python. The order in which a backend adds up ranks
-# may depend on an element's place in a message. So the default bucket size must be the same in each
-# run, and comes from these constants instead of a measurement at the start.
+# memory is measured in a step, without the call from Python. The order in which a backend adds up
+# ranks may depend on an element's place in a message. So the default bucket size must be the same
+# in each run, and comes from these constants instead of a measurement at the start.
 SHARED_MEMORY = Link("shared memory", alpha=15e-6, beta=17.1e9)
 PROCESS_GROUP = Link("gloo", alpha=300e-6, beta=2.3e9)
 _ON_HOST = {"shared_memory": SHARED_MEMORY, "process_group": PROCESS_GROUP}

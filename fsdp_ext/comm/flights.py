@@ -3,7 +3,7 @@
 The environment variables are PyTorch's own. Set them before the first forward:
 
 - ``TORCH_FR_BUFFER_SIZE`` is how many collectives a pair of lanes keeps. With 0, none is recorded.
-- ``TORCH_FR_DUMP_TEMP_FILE`` is how the path of PyTorch's record begins; the rank's number ends it.
+- ``TORCH_FR_DUMP_TEMP_FILE`` is the prefix of PyTorch's record; the rank's number follows it.
   Ours is in the same folder, and its name begins with ``fsdp_ext_``. PyTorch writes its own record
   at about the same time, so with one name, one record would replace the other.
 
@@ -32,7 +32,7 @@ def record_flights(lanes: _C.Lanes, group: dist.ProcessGroup, ranks: Sequence[in
     """Record what ``lanes`` send from now on, unless the environment says not to.
 
     Args:
-        lanes: those of ``group``.
+        lanes: the lanes of ``group``.
         group: the group that they serve.
         ranks: its ranks in the whole job, in order.
 
@@ -51,7 +51,7 @@ def record_flights(lanes: _C.Lanes, group: dist.ProcessGroup, ranks: Sequence[in
 
 
 def known_backend(name: str) -> str:
-    """Return what ``fr_trace`` of this PyTorch calls a backend. It refuses other names."""
+    """Return the name of a backend in ``fr_trace`` of this PyTorch. It refuses other names."""
     return "nccl" if torch.__version__ < "2.13" else name
 
 
@@ -72,7 +72,7 @@ def buffer_size() -> int:
 
 
 def path_prefix() -> str:
-    """Return how the paths of records begin."""
+    """Return the prefix of the records' paths."""
     _, text = _first_set(PATH)
     if text:
         given = Path(text)

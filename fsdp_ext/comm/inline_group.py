@@ -18,7 +18,7 @@ from fsdp_ext.comm.rendezvous import host_backend
 # Backends of the host that are written in C++ and serve any thread.
 _SERVE_ANY_THREAD = ("gloo", "fake")
 
-# What a collective of one tensor is called. torch 2.13 renamed the methods, and a class may have
+# The names of a collective of one tensor. torch 2.13 renamed the methods, and a class may have
 # either name.
 _ALL_GATHER = ("all_gather_single", "_allgather_base")
 _REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
@@ -85,7 +85,7 @@ class InlineCollectives:
         return len(processes) < self._group.size()
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Make ``output`` of the 1-D inputs of all ranks."""
+        """Gather the 1-D inputs of all ranks into ``output``."""
         group: Any = self._group
         if type(group) is dist.ProcessGroup:
             _single("all_gather_single", "all_gather_into_tensor")(output, input, group=group)
@@ -96,7 +96,7 @@ class InlineCollectives:
             dist.all_gather(parts, input, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Make ``output`` of the sum over all ranks of this rank's part of their 1-D inputs."""
+        """Sum this rank's part of the ranks' 1-D inputs into ``output``."""
         group: Any = self._group
         if type(group) is dist.ProcessGroup:
             _single("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
@@ -124,7 +124,7 @@ class InlineCollectives:
 
 
 def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:
-    """Return the first of the methods that the group's class has of its own."""
+    """Return the first of the methods that the group's class itself defines."""
     for name in names:
         own = getattr(type(group), name, None)
         if own is not None and own is not getattr(dist.ProcessGroup, name, None):

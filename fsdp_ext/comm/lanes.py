@@ -78,11 +78,11 @@ def lanes_of(
 
 
 def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:
-    """Return what each rank says, or None if all say the same. All ranks call this together.
+    """Return the texts of all ranks, or None if all are equal. All ranks call this together.
 
     Args:
-        lanes: those of the ranks.
-        mine: what this rank says.
+        lanes: the lanes of the ranks.
+        mine: this rank's text.
     """
     said = mine.encode()
     heads = _exchange(lanes, hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
@@ -98,7 +98,7 @@ def _exchange(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
     return [together[start : start + size] for start in range(0, len(together), size)]
 
 
-# For each process group, this rank's groups of some of its ranks, by these.
+# For each process group, this rank's subgroups, by their ranks.
 _Ranks = tuple[int, ...]
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ def add_group_lanes(
     See Note [group shards] in ``csrc/core/gather/group_shard.h``.
 
     Args:
-        lanes: those of ``group``.
+        lanes: the lanes of ``group``.
         group: the mesh's group.
         device: this rank's device.
         transport: as for ``lanes_of``.
@@ -151,7 +151,7 @@ def add_mesh_lanes(
     See Note [several meshes] in ``csrc/core/lanes.h``.
 
     Args:
-        lanes: those of ``group``.
+        lanes: the lanes of ``group``.
         group: the root mesh's group.
         device: this rank's device.
         transport: as for ``lanes_of``.
@@ -190,7 +190,7 @@ def lanes_of_mesh(
 def _group_of(
     group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int], why: str
 ) -> dist.ProcessGroup:
-    """Return a group of ``ranks``, some of those of ``group``, that no stream but its lanes' uses.
+    """Return a group of ``ranks``, a subset of ``group``, for the streams of its lanes alone.
 
     On GPUs it is a gloo group, because NCCL's lanes need no more than a store. Some versions of
     PyTorch split a group of NCCL off the default group, and all ranks would have to take part.
@@ -224,7 +224,7 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGrou
 def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> dist.ProcessGroup:
     """Return a group of the same ranks for ``user`` alone: Note [private groups].
 
-    The first call is collective. A group that serves one thread has nothing beside it, because
+    The first call is collective. A group that serves one thread gets no other group, because
     everything runs in the order of that thread.
 
     Args:
@@ -400,7 +400,7 @@ def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOC
     The communicators of lanes have no order on the device. If there are too few multiprocessors for
     all of them, as with MIG, the gathers of one rank and the reductions of another can wait for
     each other for ever. NCCL 2.26 and newer orders them as the host issues them, if told to before
-    its first launch. What the user has set stays. A warning says if NCCL may have launched before.
+    its first launch. Settings of the user stay. A warning says if NCCL may have launched before.
 
     Args:
         device: a GPU.

@@ -29,7 +29,7 @@ from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_tra
 OPERATIONS = ("all_gather", "reduce_scatter")
 # Bytes summed over all ranks: from a small layer to a large one.
 SIZES = [2**k for k in range(14, 27)]
-# Each call uses a part of the buffers this many parts further on, so its data is not in a cache.
+# Each call moves on by this many parts of the buffers, so that its data is not in a cache.
 _STRIDE = 7
 
 
@@ -89,7 +89,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
 
 
 def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
-    lanes.barrier()  # wakes the lane's thread, which is awake during a step, too
+    lanes.barrier()  # wakes the lane's thread, which is also awake during a step
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -21,12 +21,12 @@ _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL_CTA_POLICY_*
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """What the variables ask for.
+    """The settings in the variables.
 
     Args:
         registers_buffers: whether long-lived buffers are registered, where NCCL can.
         gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl/nccl.h
-            has. What is not set is left to NCCL.
+            has. NCCL chooses fields that are not set.
         reduce: the same for the reduce lane.
     """
 
@@ -36,7 +36,7 @@ class NcclSettings:
 
     @property
     def most_min_ctas(self) -> int:
-        """The most thread blocks that a lane is told to have at least; 0 if none is."""
+        """The largest ``min_ctas`` of the two lanes; 0 if none is set."""
         return max(lane.get("min_ctas", 0) for lane in (self.gather, self.reduce))
 
     def __str__(self) -> str:

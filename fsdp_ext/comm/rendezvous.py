@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from fsdp_ext import _C
 from fsdp_ext._build_info import VERSION
 
-# What an offer begins with: a random number, then the version of fsdp_ext.
+# The beginning of an offer: a random number, then the version of fsdp_ext.
 _RANDOM_BYTES = 16
 _VERSION_BYTES = 32
 
@@ -35,7 +35,7 @@ LONGEST_PAUSE = 0.05
 _PROCESS_CHECK_INTERVAL = 0.2
 # Seconds between two looks at whether the store still answers.
 _STORE_CHECK_INTERVAL = 0.5
-# Seconds in which a process that has closed its sockets leaves /proc.
+# Seconds within which a process that has closed its sockets leaves /proc.
 _EXIT_DELAY = 1.0
 
 # The process that announced itself, by group.
@@ -58,10 +58,10 @@ def host_backend(group: dist.ProcessGroup) -> str:
 
 
 def machine() -> str:
-    """Return what distinguishes this machine from others, and stays until it boots; "" if unknown.
+    """Return an identifier of this machine that stays the same until it boots; "" if unknown.
 
-    Containers of one machine have the same. Nor does a name tell machines apart: network namespaces
-    share it, and nothing keeps two machines from having one name.
+    Containers of one machine have the same identifier. Nor does a name tell machines apart: network
+    namespaces share it, and nothing keeps two machines from having one name.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -327,5 +327,5 @@ def _version() -> bytes:
 
 
 def plain_text(error: BaseException) -> str:
-    """Return what an error of torch says, without positions in source files and stacks."""
+    """Return the message of an error of torch, without source positions and stacks."""
     return _C.plain_text(str(error)) or type(error).__name__

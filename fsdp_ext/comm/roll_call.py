@@ -20,15 +20,16 @@ from torch._C._distributed_c10d import Store
 from fsdp_ext import _C
 from fsdp_ext.comm.rendezvous import LONGEST_PAUSE, SHORTEST_PAUSE, processes_of, store_of
 
-# Seconds until a rank that waits looks at what others do: at least, and for each rank, since a look
-# asks the store for each of them. And the longest time between two looks.
+# Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
+# since a look asks the store for each rank. And the longest time between two looks.
 _FIRST_LOOK = 0.5
 _FIRST_LOOK_PER_RANK = 0.02
 _LONGEST_INTERVAL = 30.0
 _KEY = "fsdp_ext/roll_call"
 _GAVE_UP = "-"  # before the call of a rank that did not wait any longer
 
-# How many roll calls each group has had. One that fails counts only if ranks made different calls.
+# How many roll calls each group has had. A failed roll call counts only if ranks made different
+# calls.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _is_called: ContextVar[bool] = ContextVar("is_called", default=False)
 
@@ -69,7 +70,7 @@ def _call_roll(group: dist.ProcessGroup, caller: str, timeout: timedelta) -> Non
 
 
 class _RollCall:
-    """One roll call. A count says that all have come, so no rank looks at the keys of all others.
+    """One roll call. A counter shows when all ranks have come, so no rank looks at every key.
 
     The key of a rank says which call it makes. It is looked at if others wait for long. The last
     rank that leaves deletes all keys.
@@ -148,7 +149,7 @@ class _RollCall:
         raise RuntimeError(f"rank {self._ranks[self._place]} {what}")
 
     def _callers(self) -> dict[int, str]:
-        """Return what the ranks that have come have called, by their places in the group."""
+        """Return the calls of the ranks that have come, by their places in the group."""
         keys = {place: self._rank_key(place) for place in range(len(self._ranks))}
         return {
             place: self._store.get(key).decode()

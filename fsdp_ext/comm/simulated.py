@@ -11,9 +11,9 @@ With ``replicas``, they train by hybrid sharding, over a mesh of two dimensions:
     transport.init_process_group()
     fully_shard(model, mesh=init_device_mesh("cpu", (8, 8)), transport=transport)
 
-Only time and memory mean something. A step has the sizes, buffers, copies and waits of a real one,
+Only time and memory are meaningful. A step has the sizes, buffers, copies and waits of a real one,
 and each collective takes as long as the link says. But no data arrives: losses, gradients and
-parameters mean nothing.
+parameters are meaningless.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Simulated:
         replicas: how many ranks have the same shard. ``world_size / replicas`` ranks shard the
             model together.
         replica_link: the link between replicas, over which gradients are all-reduced. By default
-            what ``link`` has ``across``, or ``link`` itself if its figures hold for all ranks.
+            ``across`` of ``link``, or ``link`` itself if its figures hold for all ranks.
 
     Raises:
         ValueError: if a number is out of range, or the link has no figures for so many ranks.

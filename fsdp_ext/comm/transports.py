@@ -153,7 +153,7 @@ def connect_through_memory(
     machines, those of each machine do, and the machines send each other messages over the process
     group (Note [groups that span hosts] in csrc/comm/shared_memory/host_ranks.h). A rank's memory
     is a file without a name, and its peers open it through /proc and compare a random number in it.
-    So host names, network, IPC and mount namespaces and /dev/shm do not matter. What matters is one
+    So host names, network, IPC and mount namespaces and /dev/shm do not matter. Ranks need only one
     PID namespace, with its own /proc. Containers of one machine mostly have several. Then the whole
     group uses the process group alone, and a warning says how its ranks could share memory.
 
@@ -163,7 +163,7 @@ def connect_through_memory(
         timeout: the longest wait for another rank.
 
     Returns:
-        What they have in common; nothing if no ranks share memory. A warning says why, unless the
+        How ranks share memory; nothing if none do. A warning says why, unless the
         process group was asked for, or every rank is on a machine of its own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Casts of what a wrapper's forward takes and returns."""
+"""Casts of the inputs and outputs of a wrapper's forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""States of optimizers that have flat parameters, converted to the parameters' own and back.
+"""States of optimizers that have flat parameters, converted to the original parameters and back.
 
 A saved state has the names and shapes of the original parameters, whatever ``use_orig_params`` is.
-So both kinds of wrappers load what the other has saved.
+So both kinds of wrappers load each other's saved states.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class FlatParameters:
         }
 
     def own_names(self, name: str) -> list[str]:
-        """Return the names of the parameters in a flat one; that of another one as it is."""
+        """Return the names of the parameters in a flat one; any other name is unchanged."""
         if name not in self._flats:
             return [name]
         flat: Any = self._flats[name].param
         return [name.removesuffix(NAME) + own for own in flat._fqns]
 
     def own_parameters(self, name: str, param: nn.Parameter) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters in a flat one by name; another one as it is."""
+        """Return the sharded parameters in a flat one by name; any other one is unchanged."""
         flat = self._flats.get(name)
         own = [param] if flat is None else [each.sharded for each in flat.params]
         return dict(zip(self.own_names(name), own, strict=True))
 
     def split(self, state: State) -> State:
-        """Return a state that is keyed by names with the parameters in flat ones in their place.
+        """Return a state keyed by names, with the original parameters in place of flat ones.
 
         Tensors share memory with those of ``state``.
         """

@@ -73,7 +73,7 @@ def resolve_group(
 
 
 def strategy_on(mesh: DeviceMesh, strategy: ShardingStrategy) -> ShardingStrategy:
-    """Return what ``strategy`` means on ``mesh``. A single rank has nothing to shard."""
+    """Return the effective strategy on ``mesh``. A single rank has nothing to shard."""
     if mesh.size() > 1 or strategy is ShardingStrategy.NO_SHARD:
         return strategy
     warn_caller(
@@ -90,7 +90,7 @@ def _kind_of(module: nn.Module, device: torch.device | None, default: str) -> st
 
 
 def _replicas_alone(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a 2-D mesh of the ranks of ``mesh`` that shards over one rank each."""
+    """Return a 2-D mesh of the ranks of ``mesh`` whose shard groups have one rank each."""
     ranks = mesh.mesh.tolist()
     groups = [mesh.get_group(), _group_of_this_rank()]
     return DeviceMesh.from_group(

@@ -1,4 +1,4 @@
-"""What ``FullyShardedDataParallel`` does before its unit is made.
+"""The steps of ``FullyShardedDataParallel`` before its unit is made.
 
 It translates FSDP1's arguments, wraps the modules that a policy chooses, and materialises, moves
 and broadcasts the tensors of the unit.
@@ -457,7 +457,7 @@ def materialise(
 
 
 def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite ``tensors`` with those of the mesh's first rank.
+    """Overwrite ``tensors`` with the tensors of the mesh's first rank.
 
     They are sent as bytes, which every backend can do.
     """

@@ -45,7 +45,7 @@ _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
 
 @dataclass(frozen=True)
 class Form:
-    """What the tensors of a state dict become: whole or sharded, where, and on which ranks.
+    """How the tensors of a state dict are returned: whole or sharded, on which device and ranks.
 
     They are copies, so that training goes on while they are written. Only the local form of models
     shares memory with them, as FSDP1's does.
@@ -58,7 +58,7 @@ class Form:
 
     @staticmethod
     def of(settings: StateDictSettings, *, optimizer: bool) -> Form:
-        """Return the form that was set, of models or of optimizers."""
+        """Return the form that was set, for models or for optimizers."""
         config: Any = settings.optim_state_dict_config if optimizer else settings.state_dict_config
         is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and not optimizer
@@ -70,7 +70,7 @@ class Form:
 
         ``get_model_state_dict`` and similar functions need the DTensors of the parameters, which
         they gather or move as their own options say. They set FSDP1's types on PyTorch's class
-        only, so nothing but the call stack distinguishes them from other callers.
+        only, so only the call stack distinguishes them from other callers.
         """
         return _SHARDED if _is_called_by(_CHECKPOINTING) else Form.of(settings, optimizer=False)
 
@@ -126,8 +126,8 @@ def _calls_of(module: str) -> Iterator[FrameType]:
 def refuse_optimizers_of_flat_parameters() -> None:
     """Raise NotImplementedError in a function of torch.distributed.checkpoint for optimizers.
 
-    It takes the names and shapes of optimizer states from those of the optimizer's parameters, so
-    it would save and load flat parameters as if they were equal on all ranks.
+    It takes the names and shapes of optimizer states from the optimizer's parameters, so it would
+    save and load flat parameters as if they were equal on all ranks.
     """
     if any(frame.f_locals.get("optims") for frame in _calls_of(_CHECKPOINTING)):
         raise NotImplementedError(

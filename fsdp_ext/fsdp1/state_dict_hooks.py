@@ -21,7 +21,7 @@ from fsdp_ext.sharding.torch_compat.state_dict_hooks import adopt_changes, settl
 def remove_wrapper_names(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """After saving, use the unwrapped module's names, the buffers' own dtypes, and the set form."""
+    """After saving, use the unwrapped module's names, the buffers' dtypes, and the chosen form."""
     inside = f"{prefix}{WRAPPED}."
     for entries in (state_dict, getattr(state_dict, "_metadata", {})):
         for key in [key for key in entries if f"{key}.".startswith(inside)]:
@@ -46,7 +46,7 @@ def remove_wrapper_names(
 def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
     """Return the names of a wrapper's entries, without those of wrappers inside of it.
 
-    Hooks of the wrappers inside run first, so the entries of those are converted already.
+    Hooks of the wrappers inside run first, so their entries are converted already.
     """
     inside = tuple(
         f"{name}."
@@ -77,7 +77,7 @@ def _take_summoned(
 
 
 def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading, add the wrapper's name to all names, and gather what is summoned."""
+    """Before loading, add the wrapper's name to all names, and gather summoned parameters."""
     if not cast(Any, module)._wraps_wrapper:
         _convert_to_load(module, state_dict, prefix)
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -114,7 +114,7 @@ def shard_whole_parameters(
 ) -> None:
     """Before a module inside loads its own parameters, shard those that are whole.
 
-    Hooks of the user's, which come before this one, may have renamed or joined them.
+    Hooks of the user's, which come before this one, may have renamed or joined the entries.
     """
     for name, param in module._parameters.items():
         value: Any = state_dict.get(prefix + name)

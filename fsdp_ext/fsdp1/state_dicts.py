@@ -59,7 +59,7 @@ class StateDictMethods:
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what ``state_dict`` returned in the form of ``state_dict_type``, or full."""
+        """Load a result of ``state_dict`` in the form of ``state_dict_type``, or full."""
         try:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         finally:  # after an error, too
@@ -74,7 +74,7 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict`` and ``optim_state_dict`` return for ``module`` and those in it.
+        """Set the form of ``state_dict`` and ``optim_state_dict`` for the wrappers in ``module``.
 
         Args:
             module: a wrapper, or a module with wrappers in it.
@@ -126,7 +126,7 @@ class StateDictMethods:
 
     @classmethod
     def get_state_dict_type(cls, module: nn.Module) -> StateDictSettings:
-        """Return what was set for the wrappers in ``module``.
+        """Return the settings of the wrappers in ``module``.
 
         Raises:
             RuntimeError: if they have different settings.
@@ -151,7 +151,7 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Set the same as :meth:`set_state_dict_type` in a context."""
+        """Call :meth:`set_state_dict_type` for a ``with`` block."""
         before = [(wrapper, wrapper._state_dict_settings) for wrapper in cls.fsdp_modules(module)]
         cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -199,7 +199,7 @@ class StateDictMethods:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Return a state by names as ``optim.load_state_dict`` takes it; on all ranks.
+        """Return a state by names, for ``optim.load_state_dict``; on all ranks.
 
         Args:
             model: the wrapped model.
@@ -256,7 +256,7 @@ class StateDictMethods:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> State:
-        """Return a whole state that all ranks have as ``optim.load_state_dict`` takes it."""
+        """Return a whole state that all ranks have, for ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
         return cls._to_load(model, groups, full_optim_state_dict, from_rank_0=False)
 
@@ -264,7 +264,7 @@ class StateDictMethods:
     def flatten_sharded_optim_state_dict(
         cls, sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
     ) -> State:
-        """Return a sharded state as ``optim.load_state_dict`` takes it."""
+        """Return a sharded state in the form that ``optim.load_state_dict`` takes."""
         return cls._to_load(model, _groups_of(optim), sharded_optim_state_dict, from_rank_0=False)
 
     @classmethod
@@ -276,7 +276,7 @@ class StateDictMethods:
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> State:
-        """Return rank 0's whole state as each rank's ``optim.load_state_dict`` takes it."""
+        """Return rank 0's whole state, for each rank's ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
         return cls._to_load(model, groups, full_optim_state_dict or {}, from_rank_0=True)
 
@@ -289,7 +289,7 @@ class StateDictMethods:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> State:
-        """Return a state with names in place of parameter numbers, or the other way round.
+        """Return a state with names in place of parameter numbers, or vice versa.
 
         Args:
             optim_state_dict: a state with either.
@@ -407,7 +407,7 @@ class StateDictMethods:
     @classmethod
     def _groups_in(cls, model: nn.Module, optim: Optimizer | None) -> list[list[nn.Parameter]]:
         """Return the groups of an optimizer; without one all parameters of the model as one."""
-        cls.fsdp_modules(model)  # raises for what is no module
+        cls.fsdp_modules(model)  # raises if it is no module
         return [list(model.parameters())] if optim is None else _groups_of(optim)
 
     @classmethod
@@ -424,7 +424,7 @@ class StateDictMethods:
 
 
 def _check_state(state: Any) -> None:
-    """Raise TypeError for what is no optimizer's state."""
+    """Raise TypeError if this is no state of an optimizer."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise TypeError(
             f"an object of type {type(state).__name__} was passed in place of an optimizer's state,"
@@ -434,7 +434,7 @@ def _check_state(state: Any) -> None:
 
 
 def _state_of(optim: Optimizer) -> State:
-    _groups_of(optim)  # raises for what is no optimizer
+    _groups_of(optim)  # raises if it is no optimizer
     return optim.state_dict()
 
 
@@ -475,7 +475,7 @@ def _saved_group(state: State, names: list[str]) -> dict[str, Any]:
 
 
 def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
-    """Return a value of an optimizer's state as this rank has it: a copy."""
+    """Return a copy of this rank's value of an optimizer's state."""
     if not isinstance(value, torch.Tensor):
         return value
     value = without_sharded_tensor(name, value, param)
@@ -518,7 +518,7 @@ class _Blank:
 def _as_rank_0_has_it(state: State, unit: Unit) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
-    What rank 0 lacks is left out, as by FSDP1.
+    Values that rank 0 lacks are left out, as by FSDP1.
 
     Raises:
         RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
@@ -543,7 +543,7 @@ def _as_rank_0_has_it(state: State, unit: Unit) -> State:
 
 
 def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
-    """Return the state that rank 0 of the mesh has."""
+    """Return rank 0's state."""
 
     def to_blank(key: Any, value: Any) -> Any:
         is_sent = isinstance(value, torch.Tensor) and value.ndim > 0

@@ -96,7 +96,7 @@ class _Stand:
             set_parameter(module, name, self._whole)
 
     def take_away(self) -> nn.Parameter:
-        """Give the modules the sharded parameter again. Return the whole one that they had."""
+        """Give the modules the sharded parameter again; return the whole one that they had."""
         mark_overwritten(self._param.sharded, False)
         found = self._whole
         for module, name in self.places:
@@ -136,7 +136,7 @@ class _Stand:
 
 @contextlib.contextmanager
 def _refused_backward(stands: list[_Stand]) -> Iterator[None]:
-    """Let backward raise, too, that reaches a parameter that the user assigns in the block."""
+    """Let backward also raise if it reaches a parameter that the user assigns in the block."""
     places = {place for stand in stands for place in stand.places}
     handles: list[Any] = []
 

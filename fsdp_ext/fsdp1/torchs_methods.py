@@ -1,8 +1,8 @@
 """An error for PyTorch's static methods of ``FullyShardedDataParallel`` on wrappers of fsdp_ext.
 
 PyTorch's methods, such as ``state_dict_type`` and ``summon_full_params``, ask each module for its
-state, and pass over modules without one. They would do nothing on fsdp_ext's wrappers, and say
-nothing. So a wrapper has an entry in the table that they ask, which raises.
+state, and pass over modules without one. They would silently do nothing on fsdp_ext's wrappers. So
+a wrapper has an entry in the table of states that PyTorch reads, and the entry raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _no_state = _NoState()
 
 
 def _state_for_torch() -> _composable_state._State:
-    """Return a state that says nothing, or raise if a method of PyTorch's FSDP1 asks for it."""
+    """Return a state without contents, or raise if a method of PyTorch's FSDP1 asks for it."""
     called = None
     frame = sys._getframe().f_back
     while frame is not None:

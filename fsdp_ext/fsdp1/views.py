@@ -349,13 +349,13 @@ class WrapperViews:
 
 
 def mark_flattened(unit: Unit) -> None:
-    """Mark the parameters as FSDP1 marks those of its flat parameters, which trainers look for."""
+    """Set FSDP1's marks of flat parameters on the parameters, since trainers look for them."""
     for param in unit.params:
         setattr(param.sharded, FSDP_FLATTENED, True)
 
 
 def flatten_unit(unit: Unit) -> None:
-    """Give a unit a flat parameter, with what libraries read of FSDP1's."""
+    """Give a unit a flat parameter, with the attributes of FSDP1's that libraries read."""
     make_flat(unit)
     if unit.flat_param is None:
         return

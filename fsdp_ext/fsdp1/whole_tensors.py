@@ -1,4 +1,4 @@
-"""Whole tensors of sharded ones, and shards of whole ones."""
+"""Gathers whole tensors from sharded ones, and shards whole tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _where_its_group_sends(sharded: DTensor) -> DTensor:
 
 
 def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
-    """Shard a tensor, which all ranks have, as ``param`` is sharded, without communication."""
+    """Shard a tensor, which all ranks have, like ``param``, without communication."""
     local = whole.to(device=param.device)
     return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
 

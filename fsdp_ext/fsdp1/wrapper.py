@@ -277,7 +277,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         for (owner, name), param in originals.items():
             now = owner._parameters[name]
             if now is not None and now is not param and is_sharded(now):
-                if type(param) is nn.Parameter:  # what another class adds belongs to its objects
+                if type(param) is nn.Parameter:  # not what other classes add
                     carry_attributes(param, now)
                 hand_over(param, now)
         if use_orig_params and not are_children_wrapped():
@@ -372,7 +372,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     # - FSDP1's methods
 
     def check_is_root(self) -> bool:
-        """Return whether no other wrapper has been made around this one."""
+        """Return whether this is the outermost wrapper."""
         return self._is_root
 
     @staticmethod
@@ -409,7 +409,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients down in place to a total norm of at most ``max_norm``; on all ranks.
 
-        Gradients of ignored parameters count as each rank has them.
+        Gradients of ignored parameters count with each rank's own values.
 
         Args:
             max_norm: the largest norm to leave.

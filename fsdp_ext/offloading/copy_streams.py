@@ -10,7 +10,7 @@ from fsdp_ext.offloading.portion import Portion
 
 
 class CopyStreams:
-    """The streams that copy states. Each function says what its work waits for.
+    """The streams that copy states. Each function's docstring names the work that it waits for.
 
     On the host, where tests run this, copies are done when they are issued.
     """

@@ -23,7 +23,7 @@ _ALIGNMENT = 64  # bytes, of each state in the memory of a portion
 class Portion:
     """Parameters that are stepped together, and where their states are.
 
-    What runs in each step has no Python loop over parameters: ``map`` and ``deque`` loop in C.
+    The code of each step has no Python loop over parameters: ``map`` and ``deque`` loop in C.
 
     Args:
         by_group: the parameters, for each group of the optimizer.
@@ -32,10 +32,10 @@ class Portion:
 
     by_group: list[list[nn.Parameter]]
     is_sharded: bool
-    # The dict of each parameter with states, and how many entries these have in all.
+    # The dict of each parameter with states, and the total number of their entries.
     dicts: list[dict[str, Any]] = field(default_factory=list)
     entries: int = 0
-    # One of each for each offloaded state: its dict, its name in it, and its two tensors.
+    # For each offloaded state: its dict, its name in the dict, and its two tensors.
     homes: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     on_host: list[torch.Tensor] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Portion:
         return 0 if self.host is None else self.host.numel()
 
     def has_only(self, states: dict[Any, Any], tensors: list[torch.Tensor]) -> bool:
-        """Return whether the optimizer has these dicts and tensors for the parameters, no others.
+        """Return whether the optimizer has exactly these dicts and tensors for the parameters.
 
         Args:
             states: the optimizer's.
@@ -119,12 +119,12 @@ class Portion:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory that this rank has of a tensor."""
+    """Return the memory of this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _over(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is spread as ``like`` and of which this rank has ``local``."""
+    """Return a DTensor that is spread as ``like``, with ``local`` as this rank's part."""
     if not isinstance(like, DTensor):
         return local
     # from_local would move it to the device of the mesh

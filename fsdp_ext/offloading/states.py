@@ -135,7 +135,8 @@ class OffloadedStates:
         of_optimizer = set(chain.from_iterable(self._params))
         sizes = dict.fromkeys(self._units, 0)
         for param, unit in owners.items():
-            # Of all ranks' shards, so that ranks whose shards differ have the same portions.
+            # The sizes of all ranks' shards, so that ranks whose shards differ have the same
+            # portions.
             sizes[unit] += param.numel() * param.element_size() if param in of_optimizer else 0
         numbers: dict[Unit, int] = {}
         most, in_portion, number = max(sizes.values()), 0, 0

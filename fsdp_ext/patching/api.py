@@ -9,7 +9,7 @@ from fsdp_ext.patching import lazy_tensors, namespaces, static_methods
 
 _SHOWN = 8  # names in a warning
 
-_patches = 0  # number of patches that are not undone
+_patches = 0  # the number of active patches
 
 
 class Patch:

@@ -1,4 +1,4 @@
-"""The modules of PyTorch that have the names of FSDP, and what they give to code outside.
+"""The modules of PyTorch with the names of FSDP, and the objects that outside code gets.
 
 While the patch lasts, these modules have a class of their own. An import reads an attribute of a
 module, and this class then returns fsdp_ext's object in place of PyTorch's. The modules' globals do

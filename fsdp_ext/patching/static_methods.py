@@ -1,4 +1,4 @@
-"""FSDP1's static methods for models of both: wrapped by fsdp_ext, or by PyTorch, or not at all.
+"""FSDP1's static methods, for models wrapped by fsdp_ext, by PyTorch, or not at all.
 
 Libraries call them on the class, with any model. Lightning, for example, calls
 ``rekey_optim_state_dict`` with models that are not wrapped.

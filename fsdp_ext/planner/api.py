@@ -78,13 +78,13 @@ def plan(
     """Return how much memory each rank of a training needs, and how long a step takes.
 
     Nothing is allocated and ``model`` stays as it is: ``plan`` works on a copy without memory. No
-    process group is needed. Buckets follow the order in which modules are registered. The run does
-    the same in its first iteration, and later if forward runs modules in that order.
+    process group is needed. Buckets follow the order in which modules are registered. The run uses
+    the same buckets in its first iteration, and later if forward runs modules in that order.
 
-    The memory is what fsdp_ext and the optimizer allocate, without activations. Times are simulated
-    by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives and, if
-    ``copies`` is given, casts and copies, but not the optimizer's step. A unit that encloses other
-    units is taken to compute before them, except for the root.
+    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Times
+    are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives
+    and, if ``copies`` is given, casts and copies, but not the optimizer's step. A unit that
+    encloses other units is taken to compute before them, except for the root.
 
     Args:
         model: a model that ``fully_shard`` was applied to or that ``FullyShardedDataParallel``
@@ -110,7 +110,7 @@ def plan(
             ``comm.link.PRESETS``; by default a typical link of the transport. With replicas, it
             connects the ranks that shard the model.
         replica_link: the link between replicas, over which gradients are all-reduced. By default
-            what ``link`` has ``across``, or ``link`` itself if its figures hold for all ranks.
+            ``across`` of ``link``, or ``link`` itself if its figures hold for all ranks.
         device_type: "cuda" or "cpu"; by default the mesh's, or "cuda".
         optimizer_states: how many tensors of its size and dtype the optimizer keeps for each
             trainable parameter: 2 for AdamW, 1 for SGD with momentum.

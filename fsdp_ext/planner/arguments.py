@@ -256,7 +256,7 @@ def check_groups(units: Sequence[ParamGroup]) -> None:
 def refuse_groups(units: Sequence[ParamGroup]) -> None:
     """Raise NotImplementedError if a unit is resharded to a smaller group.
 
-    Gathers of that group may travel over a link for which there are no figures.
+    Gathers of that group may travel over a link without figures.
     """
     for unit in units:
         group = unit.settings.reshard_group

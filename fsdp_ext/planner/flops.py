@@ -21,8 +21,8 @@ def count_flops(
 ) -> list[tuple[int, int]]:
     """Return the floating-point operations of each unit's forward and backward, on one rank.
 
-    The count covers what ``torch.utils.flop_counter`` knows: matrix products, convolutions and
-    attention, with a multiplication and an addition as two operations. Elementwise operations,
+    The count covers the operations in ``torch.utils.flop_counter``: matrix products, convolutions
+    and attention, with a multiplication and an addition as two operations. Elementwise operations,
     norms, softmax, embeddings and the optimizer are left out; memory bandwidth limits those, not
     arithmetic. A unit's count excludes the units inside it. The root has the rest.
 
@@ -86,10 +86,10 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Note [whose flops]
     In forward an operation belongs to the innermost unit that runs. In backward it belongs to the
     unit that ran when the operation's node of autograd was made. Nodes are numbered as they are
-    made, so the first number after each begin and end of a unit tells whose they are. Gradients of
-    a module's inputs and outputs would not tell: those of an encoder's output, which all layers of
-    a decoder read, arrive last. A node that a reentrant checkpoint makes in backward belongs to
-    the unit whose flops came before it, since the checkpoint has just run forward again.
+    made, so the first number after each begin and end of a unit assigns them to units. Gradients of
+    a module's inputs and outputs would not do: those of an encoder's output, which all layers of a
+    decoder read, arrive last. A node that a reentrant checkpoint makes in backward belongs to the
+    unit whose flops came before it, since the checkpoint has just run forward again.
 
     Args:
         model: the model that runs.
@@ -128,7 +128,7 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def end_forward(self) -> None:
-        """Count what follows as backward."""
+        """Count the following operations as backward."""
         self._running.clear()
         self._note()
         self._counts = self.backward

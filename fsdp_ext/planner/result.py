@@ -1,4 +1,4 @@
-"""``Plan``: what ``plan`` has found, as a table and as JSON."""
+"""``Plan``: the result of ``plan``, as a table and as JSON."""
 
 from __future__ import annotations
 

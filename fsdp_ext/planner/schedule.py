@@ -294,12 +294,12 @@ class _Clock:
             self._advance(math.inf)
 
     def _advance(self, compute: float) -> float:
-        """Advance to the next event; return what is left of ``compute`` seconds of compute."""
+        """Advance to the next event; return the remaining seconds of ``compute``."""
         at_work = self._begin_jobs()
         sharing = max(1, sum(lane in self._one_wire for lane in at_work))
         taken = (len(at_work) - sharing + 1) * self._contention if at_work else 0.0
         rate = max(0.0, 1.0 - taken)
-        # How many times as long each lane takes as alone.
+        # How many times longer each lane takes than alone.
         slower = [max(1.0, taken) * (sharing if lane in self._one_wire else 1) for lane in at_work]
         # The first lane to end has exactly this much left, so it ends without a remainder.
         ends = [(lane.left or 0.0) * by for lane, by in zip(at_work, slower, strict=True)]
@@ -330,7 +330,7 @@ class _Clock:
 
 
 class _Ring:
-    """Which stages have slots, and which stages are still in released slots."""
+    """Simulated ring: owner and stale contents of each slot."""
 
     def __init__(self, slots: int) -> None:
         self._free: list[int | None] = [None] * slots  # their contents, the oldest first
@@ -359,7 +359,7 @@ class _Ring:
 
 
 class _Reductions:
-    """The lane of reductions, the one that packs ahead of it and that of replicas, if any."""
+    """The lanes of reductions, of packing ahead, and of replicas, if any."""
 
     def __init__(self, wire: _Lane, packing: _Lane | None, sums: _Lane | None) -> None:
         self._wire = wire

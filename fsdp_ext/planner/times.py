@@ -14,7 +14,7 @@ from fsdp_ext.planner.units import PlannedRoot
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the parts of a step take.
+    """The costs of the parts of a step.
 
     Args:
         compute: seconds of each unit's forward and backward, by the unit's number.
@@ -56,7 +56,7 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
     units = bucket["units"]
     has_wire = root.units[0].world_size > 1
     sums = all_reduce_bytes(root, bucket)
-    # A single rank has its parameters whole already, so it copies only what it casts.
+    # A single rank has its parameters whole already, so it copies only parameters that it casts.
     has_copies = has_wire or bucket["needs_cast"]
     gather_rate = costs.copies[0] if has_copies else 0.0
     reduce_rate = costs.copies[1] if has_copies or sums > 0 else 0.0

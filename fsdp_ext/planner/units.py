@@ -86,7 +86,7 @@ class PlannedParam:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its rows are gathered as they are."""
+        """Whether its rows are gathered unchanged."""
         return True
 
     @property

@@ -42,7 +42,7 @@ def is_profiled(root: Root) -> bool:
 
 
 class profile:
-    """Record when each collective was issued, began and ended, and what waited for it.
+    """Record when each collective was issued, began and ended, and which work waited for it.
 
         with fsdp_ext.profile(model) as prof:
             for batch in batches:
@@ -232,7 +232,7 @@ class profile:
         return self
 
     def explain(self) -> list[list[Exposure]]:
-        """Return, for each step, what the compute stream waited for and why."""
+        """Return, for each step, the waits of the compute stream and their causes."""
         return self._recorded().exposures
 
     def slowdown(self) -> Slowdown | None:
@@ -246,7 +246,7 @@ class profile:
         return summarise(self._recorded())
 
     def rows(self, by: str = "bucket") -> list[Row]:
-        """Return what communication cost, in the order of the units.
+        """Return the cost of communication, in the order of the units.
 
         Args:
             by: "bucket" for a row per bucket, which is what travels together, or "unit" for a row
@@ -269,7 +269,7 @@ class profile:
     # - Output
 
     def report(self, file: TextIO | None = None, by: str = "bucket") -> str:
-        """Print what communication cost, why it was exposed, and what to do about it.
+        """Print the cost of communication, the causes of exposure, and the remedies.
 
         Args:
             file: where this rank prints. By default only rank 0 prints, to standard output, so that

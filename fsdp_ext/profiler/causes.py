@@ -1,7 +1,7 @@
 """Why communication is exposed: the cause of each wait of the compute stream, and its remedy."""
 
 # Note [causes]
-# A wait is cut into parts by what the lane that it waited for was doing. The lane worked without a
+# A wait is cut into parts by the activity of the lane that it waited for. The lane worked without a
 # pause from some moment until the awaited collective was done. If the lane was idle right before
 # that moment, an earlier start could have hidden at most as many seconds as the lane was idle. The
 # reason for the late start follows from three times: when the collective was issued, when it was
@@ -33,11 +33,11 @@ from fsdp_ext.profiler.recording import (
 )
 
 _GATHERS = ("gather", "group gather")
-# Seconds. A lane that pauses for less is not idle: its thread wakes up, or a kernel is launched.
+# Seconds. A shorter pause of a lane is not idle time: its thread wakes up, or a kernel is launched.
 PAUSE = 50e-6
 # Seconds. A GPU that reaches a unit this soon after the host issued it has waited for the host.
 BEHIND = 30e-6
-# A collective that takes more than this many times its usual time was held up by a rank.
+# A collective that takes more than this many times its usual time was delayed by a rank.
 HELD_UP = 2.0
 
 
@@ -134,7 +134,7 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Context:
-    """What the causes depend on besides the spans.
+    """The inputs of the causes besides the spans.
 
     Args:
         depth: depth of the prefetch.
@@ -160,7 +160,7 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
 
 
 class _Step:
-    """One iteration, indexed by what the explanation of a wait has to look up."""
+    """One iteration, indexed for the explanation of waits."""
 
     def __init__(self, iteration: Iteration, context: Context) -> None:
         self.iteration = iteration
@@ -201,7 +201,7 @@ class _Step:
         return inside[-1] if inside else None
 
     def late(self, span: Span) -> Lateness | None:
-        """Return how long a straggler held the collective up; None if none did."""
+        """Return how long a straggler delayed the collective; None if none did."""
         context = self.context
         if context.late:
             found = context.late.get((self.iteration.number, self.place[id(span)]))
@@ -222,7 +222,7 @@ class _Parts:
     found: list[Exposure] = field(default_factory=list)
 
     def cut(self, seconds: float, cause: Cause, rank: int = -1) -> None:
-        """Attribute up to ``seconds`` of what is left to ``cause``."""
+        """Attribute up to ``seconds`` of the remaining wait to ``cause``."""
         part = min(self.left, seconds)
         if part > 0:
             self.left -= part
@@ -231,7 +231,7 @@ class _Parts:
             )
 
     def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
-        """Attribute ``seconds`` of what is left to several causes, in proportion to ``shares``."""
+        """Divide ``seconds`` of the remaining wait among causes, in proportion to ``shares``."""
         self.left -= seconds
         total = sum(shares.values())
         for cause, share in shares.items():
@@ -296,7 +296,7 @@ def _late_wakeup(step: _Step, wait: Span, awaited: Span) -> float:
 
 
 def _cut_idle(step: _Step, parts: _Parts) -> None:
-    """Cut off what an earlier start of the lane would have hidden."""
+    """Cut off the part that an earlier start of the lane would have hidden."""
     start, idle = _idle_before(step, parts.awaited, parts.wait)
     if _is_first(step, parts.wait):
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
@@ -349,7 +349,7 @@ def _why_not_issued(step: _Step, gather: Span) -> Cause:
 
 
 def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
-    """Cut the wait into parts by what the lanes of reductions did meanwhile."""
+    """Cut the wait into parts by the activity of the lanes of reductions."""
     is_for_all = wait.first < 0
     names = ("all-reduce", "reduce") if is_for_all else ("reduce", "all-reduce")
     lanes = [[span for span in step.lanes[name] if step.is_before(span, wait)] for name in names]

@@ -1,4 +1,4 @@
-"""A profile as a picture: what each lane of one step did."""
+"""A profile as a picture: the work of each lane in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans and iterations: what the C++ ledger (csrc/core/record/ledger.h) recorded of each step."""
+"""Spans and iterations: the records of the C++ ledger (csrc/core/record/ledger.h) for each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one ``with`` block of ``profile`` recorded, and the explanation of its waits."""
+"""The recording of one ``with`` block of ``profile``, and the explanation of its waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_ext.profiler.slowdown import Slowdown, slowdown
 
 @dataclass(frozen=True)
 class Recording:
-    """The steps of one rank, of all ranks after a merge, and what reports need to name them.
+    """The steps of one rank, of all ranks after a merge, and the names for reports.
 
     Args:
         names: names of the units, by number.

@@ -18,7 +18,7 @@ _EVERY_UNIT = (-1, -1)
 
 @dataclass(frozen=True)
 class _Key:
-    """What a row is about: the collectives of one bucket in one phase.
+    """The subject of a row: the collectives of one bucket in one phase.
 
     ``units`` are the numbers of the bucket's first and last unit.
     """
@@ -143,7 +143,7 @@ class _Cost:
 
 
 def rows_of(recording: Recording, by: str) -> list[Row]:
-    """Return what communication cost, in the order of the units: see ``profile.rows``."""
+    """Return the cost of communication, in the order of the units: see ``profile.rows``."""
     if by not in ("bucket", "unit"):
         raise ValueError(
             f'profile got rows by {by!r}. Pass by="bucket", a row for what travels together, or '

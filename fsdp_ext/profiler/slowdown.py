@@ -66,7 +66,7 @@ def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slow
     both = [key for key in alone if key in beside and len(alone[key]) > 1]
     if not both:
         return None
-    # Medians ignore the rare moments in which the machine did something else.
+    # Medians ignore the rare moments in which other work ran on the machine.
     alone_seconds = {key: statistics.median(itertools.chain(*alone[key].values())) for key in both}
     expected = sum(alone_seconds[key] * len(beside[key]) for key in both)
     taken = sum(statistics.median(beside[key]) * len(beside[key]) for key in both)

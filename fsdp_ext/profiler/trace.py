@@ -26,7 +26,7 @@ def _row_of(span: Span) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank's events go.
+    """The place of a rank's events in a trace.
 
     Args:
         process: the process's number.

@@ -1,7 +1,7 @@
 """Sharding itself: ``fully_shard``, the units that it makes, and the root that runs them.
 
-It may import ``comm``, ``_util`` and the C++ extension, whose ``csrc/torch`` has what runs in a
-step. From the bottom up:
+It may import ``comm``, ``_util`` and the C++ extension, whose ``csrc/torch`` runs the steps. From
+the bottom up:
 
 - ``params``: parameters, their shards, and the settings of a unit
 - ``root``: ``unit.py`` (one unit), ``root.py`` (all units of a model, from the first forward on)

@@ -1,4 +1,4 @@
-"""``fsdp_ext.tune``: chooses bucket size, prefetch and what stays unsharded, by measurement."""
+"""``fsdp_ext.tune``: measures, and chooses bucket size, prefetch and unsharded units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdp_ext.tuner.costs import measure_costs
 from fsdp_ext.tuner.result import WORTH, Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
-# Without a memory limit, settings may need this many times the memory of the one before.
+# Without a memory limit, settings may need this many times the memory of the previous setting.
 _GROWTH = 1.25
 
 
@@ -41,21 +41,23 @@ def tune(
 
     ``tune`` measures the model's compute and collectives once, in forward and backward without the
     optimizer. It predicts all settings with a model of the schedule
-    (:func:`fsdp_ext.planner.schedule.predict`), races the one before and the best three others in
-    real steps, and keeps the fastest; of those that are equally fast, the one with least memory.
-    That takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level INFO.
+    (:func:`fsdp_ext.planner.schedule.predict`), races the previous one and the best three others in
+    real steps, and keeps the fastest; among equally fast settings, it keeps the one with least
+    memory. That takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level
+    INFO.
 
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
     runs out of memory inside a step, the others wait until the timeout, as in training.
 
     Parameters, buffers and torch's random state are the same afterwards, for which ``tune`` holds a
-    copy of shards and buffers. The states of an optimizer that hooks run in backward are not.
+    copy of shards and buffers. The states of an optimizer that hooks run in backward are not
+    restored.
 
-    ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses what was None or
-    "auto". A model that is made later in this process with the same units, dtypes and ranks starts
-    with this choice where it has ``bucket_bytes="auto"`` or ``prefetch="auto"``. If it has both and
-    a memory limit was given here, the same units stay unsharded, too.
+    ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses settings that were
+    None or "auto". A model that is made later in this process with the same units, dtypes and ranks
+    starts with this choice where it has ``bucket_bytes="auto"`` or ``prefetch="auto"``. If it has
+    both and a memory limit was given here, the same units stay unsharded, too.
 
     Args:
         model: the root module, which ``fully_shard`` was applied to; without gradients.

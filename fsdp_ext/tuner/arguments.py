@@ -1,4 +1,4 @@
-"""Checks of what ``tune`` is called with, before any step and across ranks."""
+"""Checks of the arguments of ``tune``, before any step and across ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_arguments(
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise if ``tune`` cannot run steps on the model, predict them, and leave nothing behind."""
+    """Raise if ``tune`` cannot run steps on the model, predict them, and restore the model."""
     root: Root | None = units[0].root
     smaller = next((unit for unit in units if unit.settings.reshard_group > 0), None)
     if smaller is not None:
@@ -95,7 +95,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _check_calls(unit: Unit, is_so_after: Mapping[str, bool]) -> None:
-    """Raise ValueError with the first call whose effect the unit does not have."""
+    """Raise ValueError with the first call that the unit's settings lack."""
     for call, is_so in is_so_after.items():
         if not is_so:
             raise ValueError(

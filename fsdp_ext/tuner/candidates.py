@@ -18,7 +18,7 @@ from fsdp_ext.tuner.result import WORTH, Candidate
 _DEPTHS = (0, 1, 2, 3, 4)
 # How often all units' bytes are halved for a bucket size.
 _HALVINGS = 14
-# How many settings are raced besides the one before.
+# How many settings are raced besides the previous one.
 _RACED = 3
 # A setting that is predicted to be slower than the best by more than this share is not preferred
 # for its number of buckets. It is raced only if places are left.
@@ -48,7 +48,7 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
 
 
 class PlannedSettings:
-    """A copy of the model without memory, which tells settings' memory and times."""
+    """A copy of the model without memory, which computes settings' memory and times."""
 
     def __init__(self, root: Root, optimizer_states: int) -> None:
         """Copy the model of ``root``; its optimizer keeps ``optimizer_states`` per parameter."""

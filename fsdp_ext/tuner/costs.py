@@ -2,14 +2,14 @@
 
 # Note [measuring costs]
 # Each unit is a bucket of its own, and there is no prefetch. So a unit waits for its gather before
-# it computes, and forward computes while the wire is idle. The time of backward includes what the
-# concurrent reductions cost.
+# it computes, and forward computes while the wire is idle. The time of backward includes the
+# slowdown by concurrent reductions.
 #
 # The contention is not measured. It is 0 on GPUs and over simulated links. On CPUs, collectives use
 # the cores that compute, so it is 0.5: `python -m bench predict` fits 0.2 to 0.9 there.
 #
-# Units of different sizes give collectives of different sizes, from which alpha and beta are
-# fitted. If all units have about one size, a typical link is scaled to the measured times.
+# Units of different sizes give collectives of different sizes, to which alpha and beta are fitted.
+# If all units have about one size, a typical link is scaled to the measured times.
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from fsdp_ext.tuner.trial import WARMUP, Trial
 _CONTENTION = 0.5
 
 # Seconds of each unit's passes, ("unit forward", 3), and of each size on a lane, ("gather", 4096).
-# Seconds per byte of a lane's copies are ("gather copies", 0). The root's forward has the loss.
+# Seconds per byte of a lane's copies are ("gather copies", 0). The root's forward includes the
+# loss.
 Seconds = dict[tuple[str, int], float]
 
 

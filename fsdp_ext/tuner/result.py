@@ -1,4 +1,4 @@
-"""``Tuning``: what ``tune`` has found, as a table."""
+"""``Tuning``: the result of ``tune``, as a table."""
 
 from __future__ import annotations
 

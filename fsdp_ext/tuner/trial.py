@@ -1,4 +1,4 @@
-"""Timed steps, races of settings in them, and a model that is left as it was."""
+"""Timed steps, races of settings in them, and a model that is restored afterwards."""
 
 # Note [races]
 # The speed of a machine changes from second to second by more than settings differ, so settings

@@ -55,7 +55,7 @@ def verify(
     ranks: int | None = None,
     verbose: bool = True,
 ) -> Verification:
-    """Train sharded copies of a model beside unsharded ones, and tell what differs first.
+    """Train sharded copies of a model beside unsharded ones, and report the first difference.
 
     On every rank, an unsharded copy takes the same steps (forward, backward, plain SGD) as the
     sharded one. Losses, gradients of the batch, buffers and parameters have to agree bit for bit,

@@ -1,4 +1,4 @@
-"""Checks of what ``verify`` is called with."""
+"""Checks of the arguments of ``verify``."""
 
 from __future__ import annotations
 

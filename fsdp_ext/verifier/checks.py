@@ -1,4 +1,4 @@
-"""What ``verify`` tries, one check after the other."""
+"""The checks of ``verify``, one after the other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _attempt(name: str, check: Callable[[Site], Compared], site: Site) -> tuple[
 
 
 def unsharded_twice(site: Site) -> Compared:
-    """Check that the unsharded model gives the same twice. If not, nothing else can be compared."""
+    """Check that two unsharded runs are equal. Otherwise nothing else can be compared."""
     runs = []
     state = RandomState.now()
     for _ in range(2):
@@ -115,7 +115,7 @@ def steps(site: Site) -> Compared:
 
 
 def disturbed(site: Site) -> Compared:
-    """Fill released slots with NaN, and let streams pause, so that what uses them early shows."""
+    """Fill released slots with NaN, and let streams pause, so that early reads show."""
     disturbance = Disturbance()
     return site.beside(Way(disturbance.watch, disturbance, steps=3))
 
@@ -163,7 +163,7 @@ ALL: dict[str, Callable[[Site], Compared]] = {
     "the sharded model, twice": sharded_twice,
 }
 
-# What threads as ranks do not show, for one rank.
+# The checks that threads as ranks cannot do, for one rank.
 WITH_STREAMS: dict[str, Callable[[Site], Compared]] = {
     "the same on one rank, with streams of its own": disturbed,
 }
@@ -280,7 +280,7 @@ def check_same_parameters(site: Site) -> None:
 
 
 def check_first_loss(site: Site) -> None:
-    """Run the unsharded model once, so that its own errors are raised as they are.
+    """Run the unsharded model once, so that its own errors are raised unchanged.
 
     Raises:
         TypeError: if the loss is not a tensor.

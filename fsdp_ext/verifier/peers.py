@@ -1,4 +1,4 @@
-"""What ``verify`` needs of the other ranks, outside of the steps that it checks."""
+"""The exchanges of ``verify`` with other ranks, outside of the steps that it checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of the random generators of a process, which models draw from in forward."""
+"""The state of a process's random generators, from which models draw in forward."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from fsdp_ext._util.tables import columns
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried.
+    """One check that was tried.
 
     Args:
         name: what was tried.
@@ -48,12 +48,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was tried differs."""
+        """Whether no check found a difference."""
         return all(check.ok is not False for check in self.checks)
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that failed; None if all went well."""
+        """The first check that failed; None if none did."""
         return next((check for check in self.checks if check.ok is False), None)
 
     def __str__(self) -> str:
@@ -85,4 +85,4 @@ def _result(check: Check) -> str:
         return f"not tried: {check.detail}"
     if check.ok:
         return "equal" if check.is_exact else "equal up to rounding"
-    return f"FAILED: {check.detail.splitlines()[0]}"  # errors may list what came before
+    return f"FAILED: {check.detail.splitlines()[0]}"  # errors may list earlier output

@@ -61,7 +61,7 @@ class _Found:
 
 @dataclass
 class Compared:
-    """What has been compared so far.
+    """The comparison so far.
 
     Args:
         difference: the first difference of the lowest rank; None if everything was equal.
@@ -77,7 +77,7 @@ class Compared:
 
 
 def transport_of(root: Root) -> str:
-    """Return what a root's collectives travel by."""
+    """Return the transport of a root's collectives."""
     return "threads that take turns" if root.lanes.is_inline else root.lanes.transport
 
 
@@ -251,10 +251,10 @@ def _first(found: list[_Found | None]) -> tuple[_Found, int] | None:
 
 
 def _difference(expected: Tensor, seen: Tensor, bound: Tensor | None) -> str:
-    """Return in words where tensors differ first; empty if they agree."""
+    """Return in words where tensors first differ; empty if they agree."""
     if (expected.shape, expected.dtype) != (seen.shape, seen.dtype):
         return f"is {tuple(seen.shape)} {seen.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-    # A NaN in both is the same.
+    # NaN in both counts as equal.
     same = (expected == seen) | (expected.isnan() & seen.isnan())
     if bound is not None:
         same |= (expected.double() - seen.double()).abs() <= bound

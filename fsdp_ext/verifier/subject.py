@@ -1,4 +1,4 @@
-"""What ``verify`` checks: a model, a batch and settings, of which it makes copies."""
+"""The subject of ``verify``: a model, a batch and settings, of which it makes copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_ext.verifier.numbers import Reduction
 # a tensor round differently in half precision, and shards end elsewhere than whole parameters.
 LR = 2.0**-10
 
-# The attribute of a copy's parameter that says which grad_dtype the model's own one has.
+# The attribute of a copy's parameter with the grad_dtype of the model's own parameter.
 _GRAD_DTYPE = "_fsdp_ext_grad_dtype"
 
 # Prepares a copy before its forward, for example with hooks.
@@ -139,7 +139,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 def computing_in(model: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[None]:
     """Let an unsharded copy compute with parameters in the policy's dtype.
 
-    Afterwards the parameters are the ones before, with the gradients of the cast ones.
+    Afterwards the parameters are the original ones, with the gradients of the cast ones.
     """
     if policy.param_dtype is None:
         yield

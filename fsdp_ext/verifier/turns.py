@@ -44,7 +44,7 @@ class Turns:
         self._changed = threading.Condition()
         self._running = 0
         self._offers: dict[int, tuple[str, Any]] = {}
-        self._met: list[Any] = []  # what the ranks offered in their last meeting
+        self._met: list[Any] = []  # the ranks' offers in their last meeting
         self._meetings = 0
         self._ended: set[int] = set()
 
@@ -96,7 +96,7 @@ class Turns:
     def _pass_on(self, rank: int) -> None:
         following = [(rank + step) % self.size for step in range(1, self.size + 1)]
         alive = [each for each in following if each not in self._ended]
-        # If no rank can run, those that wait for one that has ended learn it.
+        # If no rank can run, ranks that wait for an ended rank are told so.
         can_run = [each for each in alive if each not in self._offers] or alive
         if can_run:
             self._running = can_run[0]

@@ -1,4 +1,4 @@
-"""Checks of what users pass to ``fully_shard``, before anything is changed."""
+"""Checks of the arguments of ``fully_shard``, before anything is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
 # The dtypes that C++ can compute gathers and sums in.
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# No model has more buckets.
+# More buckets than any model has.
 _MOST_BUCKETS = 2**16
 
 
@@ -37,7 +37,7 @@ def ensure_process_group() -> None:
     """Make the process group that the environment describes if there is none, as FSDP2 does.
 
     Raises:
-        ValueError: if the environment describes none.
+        ValueError: if the environment describes no process group.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -231,7 +231,7 @@ _USES = {
 
 
 def resolve_offload(policy: object, device_type: str) -> bool:
-    """Return whether the shards of GPUs are on the host. Those of CPUs are there anyway.
+    """Return whether the shards of GPUs are on the host. The shards of CPUs are there anyway.
 
     Raises:
         TypeError: if ``policy`` is no OffloadPolicy.
@@ -363,7 +363,7 @@ def _shard_dim(placement: object, param: nn.Parameter, name: str) -> int:
 
 
 def check_modules(modules: Iterable[object]) -> None:
-    """Raise ValueError for what cannot be a unit's module."""
+    """Raise ValueError if this cannot be a unit's module."""
     for module in modules:
         name = type(module).__name__
         if not isinstance(module, nn.Module):

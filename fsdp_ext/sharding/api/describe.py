@@ -84,7 +84,7 @@ def _replicas(root: Root) -> str:
 
 
 def _meshes(root: Root) -> str:
-    """Return over what the units of other meshes than the root's communicate, if there are any."""
+    """Return the groups of units on other meshes than the root's, if there are any."""
     texts = []
     for mesh in sorted(set(root.meshes) - {0}):
         on_mesh = zip(root.units, root.meshes, strict=True)

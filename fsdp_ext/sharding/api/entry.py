@@ -118,16 +118,16 @@ def fully_shard(
 
     Parameters and buffers may be on the host, on the mesh's device or on meta. Those on the host
     move to the device; on GPUs that is torch's current device. Parameters that are not contiguous,
-    such as channels_last ones, become so.
+    such as channels_last ones, become contiguous.
 
     Between steps the module's parameters are DTensors with ``Shard(0)`` (on a 2-D mesh, with
     ``Replicate()`` before it): rank ``r`` of ``N`` has rows ``[r * c, (r + 1) * c)`` with ``c =
     ceil(rows / N)``, as in ``torch.chunk``. In forward and backward they are plain tensors of the
     full shape. Parameters that tensor parallelism has made DTensors before are sharded on both
-    meshes, and are DTensors on their own mesh in forward and backward. Those of a class with
-    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, such as quantised ones, are gathered as
-    these methods say. The arguments that ``torch.distributed.fsdp.fully_shard`` also has mean the
-    same here.
+    meshes, and are DTensors on their own mesh in forward and backward. Parameters of a class with
+    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, such as quantised ones, are gathered by
+    these methods. The arguments that ``torch.distributed.fsdp.fully_shard`` also has mean the same
+    here.
 
     Args:
         module: the module to shard in place, or a list of modules to treat as one unit.
@@ -234,7 +234,7 @@ def make_units(
     check_every: int | None = None,
     sets_classes: bool,
 ) -> None:
-    """Do what :func:`fully_shard` does, for modules that need not have a forward.
+    """Do the work of :func:`fully_shard`, for modules that need not have a forward.
 
     Args:
         sets_classes: whether the modules get classes with the methods of ``FSDPModule``.
@@ -300,7 +300,8 @@ def _unit_on_mesh(
     return Unit(modules, on_mesh.params, on_mesh.shard_dims, ranks, device, settings)
 
 
-# As PyTorch's function has it. It is not annotated, because users see no such attribute.
+# The same attribute as on PyTorch's function. It is not annotated, because users see no such
+# attribute.
 cast(Any, fully_shard).state = torch_state.view_of
 
 
@@ -327,7 +328,7 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
 
 
 def _mark_for_dynamo(modules: list[nn.Module]) -> None:
-    """Set what Dynamo looks for in modules that FSDP manages, as FSDP2 does.
+    """Set the attributes that Dynamo looks for in modules that FSDP manages, as FSDP2 does.
 
     Dynamo then makes parameters inputs of its graphs instead of guarding on each of them.
     """
@@ -386,7 +387,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Check that the modules share their streams, which those over one group of ranks always do.
+    """Check that the modules share their streams, as modules over one group of ranks always do.
 
     Args:
         modules: sharded modules, for example the root of each stage of a pipeline.

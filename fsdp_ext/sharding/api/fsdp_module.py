@@ -119,7 +119,7 @@ class FSDPModule(TorchFSDPModule):
         self._change_root(finalizes_by_hand=by_hand)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards of a step: reduce what they have accumulated, and wait.
+        """End the backwards of a step: reduce the accumulated gradients, and wait.
 
         Backwards accumulate after ``set_requires_gradient_sync(False)``. Units for which this still
         holds keep what they have.
@@ -155,11 +155,11 @@ class FSDPModule(TorchFSDPModule):
         Afterwards call this again. PyTorch 2.15 does not have this method yet.
 
         Args:
-            recurse: return those of all units below, too.
+            recurse: also return gradients of all units below.
 
         Returns:
-            For each sharded parameter with such a gradient: the gradient, and None. In the place of
-            None, FSDP2 has a gradient that is reduced over shards, but not yet over replicas.
+            For each sharded parameter with such a gradient: the gradient, and None. FSDP2 returns a
+            gradient that is reduced over shards, but not yet over replicas, in the place of None.
 
         Raises:
             RuntimeError: while backward runs.
@@ -177,7 +177,7 @@ class FSDPModule(TorchFSDPModule):
         return pending
 
     def synchronize_gradients(self, *, recurse: bool = True) -> None:
-        """Reduce what backwards have accumulated, add it to ``.grad``, and wait.
+        """Reduce the accumulated gradients, add them to ``.grad``, and wait.
 
         Call it on all ranks after backward. It does not change the setting of
         :meth:`set_requires_gradient_sync`. PyTorch 2.15 does not have this method yet.
@@ -243,12 +243,12 @@ class FSDPModule(TorchFSDPModule):
         change(units, reduce_scatter_unused_params=reduces)
 
     def join_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take part in what other ranks do while they run this module, without running it.
+        """Take part in the collectives of this module without running it.
 
         All ranks have to run the same units in the same order. Call this in forward on the ranks
-        that leave this module out, where the others run it. Backward then sends zeros for its
-        parameters. Units inside this module take part in the order of their registration, so its
-        forward has to run them in that order.
+        that leave this module out, at the place where others run it. Backward then sends zeros for
+        its parameters. Units inside this module take part in the order of their registration, so
+        its forward has to run them in that order.
 
         Args:
             tensor: a floating-point tensor that the loss depends on.
@@ -299,7 +299,7 @@ class FSDPModule(TorchFSDPModule):
         change(self._fsdp_ext_units(recurse, caller), reshard_after_backward=reshards)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set what to prefetch when this unit runs forward, instead of the recorded order.
+        """Set the units to prefetch when this unit runs forward, instead of the recorded order.
 
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
@@ -311,7 +311,7 @@ class FSDPModule(TorchFSDPModule):
         change(units)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set what to prefetch when this unit runs backward, instead of the reverse order.
+        """Set the units to prefetch when this unit runs backward, instead of the reverse order.
 
         Args:
             modules: sharded modules; each needs a slot of the ring while it is ahead.
@@ -325,7 +325,8 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size.
 
-        A backward that reduces accumulated gradients divides their sum by the factor of that time.
+        A backward that reduces accumulated gradients divides their sum by the factor in effect
+        then.
         """
         if not is_real(factor) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
@@ -348,7 +349,7 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Make the current stream wait for the end of an optimizer's step on another stream.
 
-        The next gathers wait for the current stream, and so for ``event``. FSDP2's wait for
+        The next gathers wait for the current stream, and so for ``event``. FSDP2's gathers wait for
         ``event`` alone.
 
         Args:
@@ -376,8 +377,8 @@ class FSDPModule(TorchFSDPModule):
 
         It gets a 1-D tensor of the reduction's dtype after the reduce-scatter and, on a 2-D mesh,
         after the all-reduce over replicas. So on a 1-D mesh it can be an all-reduce over other
-        ranks. The tensor has all trainable parameters of the unit, as the flat gradient of
-        :meth:`flat_shard` has them. The padding between them is zero. It is valid until the hook
+        ranks. The tensor contains all trainable parameters of the unit, in the order of the flat
+        gradient of :meth:`flat_shard`. The padding between them is zero. It is valid until the hook
         returns.
 
         On the host the hook runs on the thread of the reductions, while backward goes on. If it
@@ -429,7 +430,7 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Set an object that adds up this unit's gradients over the ranks. Not recursive.
 
-        What :meth:`set_custom_all_gather` says about messages, streams, ``group`` and tensors holds
+        The notes of :meth:`set_custom_all_gather` on messages, streams, ``group`` and tensors hold
         here, too. ``op`` is SUM, because gradients are scaled before. On a 2-D mesh, the all-reduce
         over replicas follows.
 
@@ -442,10 +443,10 @@ class FSDPModule(TorchFSDPModule):
         check_comm("set_custom_reduce_scatter", comm)
         change([self._only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
 
-    # - Methods of FSDP2 that change nothing here, because it is so already
+    # - Methods of FSDP2 that change nothing here, because their effect is always on
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: reductions are sums, which gradients are scaled for in front of them."""
+        """Do nothing: reductions are sums, and gradients are scaled before them."""
         as_bool("set_force_sum_reduction_for_comms", "enable", enable)
 
     def set_separate_reduce_scatter_group(
@@ -477,7 +478,7 @@ class FSDPModule(TorchFSDPModule):
         as_bool("set_reduce_scatter_max_input_buffers", "recurse", recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing: where NCCL can register buffers, the planned ones are from its allocator.
+        """Do nothing: where NCCL can register buffers, the planned buffers come from its allocator.
 
         Raises:
             TypeError: if ``enable`` is not a bool.
@@ -555,7 +556,7 @@ class FSDPModule(TorchFSDPModule):
             return original._apply(*args, **kwargs)
 
     def _get_fsdp_state(self) -> Any:
-        """Return a view of the unit that has some of what PyTorch's ``FSDPState`` has."""
+        """Return a view of the unit with a part of PyTorch's ``FSDPState``."""
         return torch_state.view_of(cast(nn.Module, self))
 
 

@@ -1,4 +1,4 @@
-"""What asynchronous calls of ``FSDPModule`` return, to wait for."""
+"""Handles that asynchronous calls of ``FSDPModule`` return, to wait for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Make the current stream wait, and register the unsharded parameters.
 
-        It does nothing for units that have run since, were resharded, or were waited for.
+        It does nothing for units that have run since, were resharded, or were waited for already.
         """
         units, self._units = self._units, ()
         for unit in units:

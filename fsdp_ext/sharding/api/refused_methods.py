@@ -12,7 +12,7 @@ def override_rest(cls: type, base: type) -> None:
     """Give ``cls`` a method that raises for each method of ``base`` that it does not override.
 
     PyTorch's methods would look for its own state on the module. Newer versions of PyTorch may add
-    methods, so the installed one says which there are.
+    methods, so the list is read from the installed version.
     """
     for name, value in vars(base).items():
         if callable(value) and name not in vars(cls) and not _is_special(name):

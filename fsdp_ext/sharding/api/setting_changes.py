@@ -32,13 +32,13 @@ def change(units: Sequence[Unit], **settings: Any) -> None:
 
 def _apply(units: Sequence[Unit], changed: Collection[str]) -> None:
     for root in {unit.root for unit in units if unit.root is not None}:
-        if "reshard_after_forward" in changed:  # the other ones need no resolving
+        if "reshard_after_forward" in changed:  # the other settings need no resolving
             root.resolve_again()
         root.apply([unit for unit in units if unit.root is root])
 
 
 def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) -> list[list[Unit]]:
-    """Return what each unit of one module is to prefetch if the module prefetches ``modules``.
+    """Return each unit's prefetch targets if their module prefetches ``modules``.
 
     Each unit prefetches the next one, and the last one the units of ``modules``.
 

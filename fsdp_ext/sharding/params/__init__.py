@@ -1,1 +1,1 @@
-"""The parameters of units: which are sharded, how, and where their shards and gradients lie."""
+"""The parameters of units: which are sharded, how, and the places of their shards and gradients."""

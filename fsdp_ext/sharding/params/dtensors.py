@@ -3,7 +3,7 @@
 Note [tensor parallelism]
 A parameter may be a DTensor before it is sharded: tensor parallelism has given each rank a part of
 it. The unit shards, gathers and reduces these parts as if they were whole parameters. Only two
-things differ. The sharded DTensors lie on both meshes together. And while the unit is unsharded,
+things differ. The sharded DTensors lie on both meshes together. While the unit is unsharded,
 modules have a DTensor on the mesh of tensor parallelism, whose local tensor is the gathered part.
 """
 
@@ -50,7 +50,7 @@ class Spread:
         return Spread(param.device_mesh, tuple(param.placements), param.shape, reduced)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor of which this rank has ``local``, on whatever device that is."""
+        """Return the DTensor with ``local`` as this rank's part, on whatever device that is."""
         if local.device.type not in (self.mesh.device_type, "meta"):
             return self.wrap(local.view_as(local))  # from_local would move it: it is offloaded
         stride = _contiguous_stride(self.shape)
@@ -69,8 +69,8 @@ class Spread:
     def place(self, gradient: DTensor) -> DTensor:
         """Return ``gradient`` with these placements and a local tensor that has arrived.
 
-        Backward may bring partial sums for a parameter that is replicated. Those over dimensions
-        that the unit reduces stay as they are.
+        Backward may bring partial sums for a parameter that is replicated. Partial sums over
+        dimensions that the unit reduces stay as they are.
         """
         placements = tuple(
             theirs if dim in self.reduced else ours
@@ -128,7 +128,7 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
 
 
 def _shard_behind(dim: int, cuts: int) -> Placement:
-    """Return the placement of a shard of what others have cut into ``cuts`` pieces."""
+    """Return the placement of a shard of a dimension that others have cut into ``cuts`` pieces."""
     return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
 
 
@@ -138,13 +138,13 @@ def shards_before(param: torch.Tensor, dim: int) -> int:
 
 
 def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a parameter before it is sharded."""
+    """Return this rank's part of a parameter before it is sharded."""
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """Where a sharded gradient lies in the flat gradient.
+    """The place of a sharded gradient in the flat gradient.
 
     Args:
         offset: its first byte.

@@ -20,8 +20,8 @@ unsharded parameter, and later calls get this parameter as ``out``. Views and pa
 same for the life of the C++ unit: Note [one pointer swap] in csrc/torch/torch_unit.h. Memory that
 the parameter has outside of the slot is freed when the unit is detached.
 
-Only a call of the first method tells how large the inputs are. So making the C++ unit calls it once
-more.
+The sizes of the inputs are known only from a call of the first method. So making the C++ unit calls
+it once more.
 
 As in FSDP2, the methods may also be set after ``fully_shard``: on a class, or on local tensors.
 When the flat shard is made anew, or at the latest when the C++ unit is made, parameters with
@@ -118,7 +118,7 @@ class OwnRows:
         return OwnRows(size, local)
 
     def adopt(self, sharded: nn.Parameter) -> bool:
-        """Adopt the rows of a sharded parameter. Return whether they are other ones than before."""
+        """Adopt the rows of a sharded parameter; return whether they are new."""
         param: Any = sharded
         local: torch.Tensor = param._local_tensor
         if local is self.local:
@@ -169,7 +169,7 @@ class GatherInput:
 
 
 class ExtendedParam(Protocol):
-    """What an extension needs to know of its parameter: see ``ShardedParam``."""
+    """The properties of its parameter that an extension needs: see ``ShardedParam``."""
 
     name: str
     shape: torch.Size
@@ -215,7 +215,7 @@ class Extension:
         ]
 
     def compute_inputs(self) -> None:
-        """Copy what the first method returns into the flat shard."""
+        """Copy the results of the first method into the flat shard."""
         tensors = self._run_pre_hook()
         if len(tensors) != len(self.inputs) or not all(
             map(GatherInput.is_like, self.inputs, tensors)
@@ -275,7 +275,7 @@ class Extension:
         self._is_new = True
 
     def detach(self) -> None:
-        """Free what the unsharded parameter has outside of the slot."""
+        """Free the unsharded parameter's memory outside of the slot."""
         for tensor in self._own:
             _resize(tensor, 0)
 
@@ -336,7 +336,7 @@ class UnitExtensions:
     @torch.inference_mode(False)
     @torch.no_grad()
     def compute_inputs(self) -> None:
-        """Compute what the next gather sends."""
+        """Compute the inputs of the next gather."""
         for extension in self.extensions:
             extension.compute_inputs()
 
@@ -344,7 +344,7 @@ class UnitExtensions:
     @torch.inference_mode(False)
     @torch.no_grad()
     def attach(self) -> dict[int, nn.Parameter]:
-        """Make the unsharded parameters. Return new ones by their place in the layout."""
+        """Make the unsharded parameters; return the new ones by their place in the layout."""
         try:
             for extension in self.extensions:
                 extension.attach()
@@ -357,7 +357,7 @@ class UnitExtensions:
 
     @hidden_from_dynamo
     def detach(self) -> None:
-        """Free what the unsharded parameters have outside of the slot."""
+        """Free the unsharded parameters' memory outside of the slot."""
         for extension in self.extensions:
             extension.detach()
 

@@ -27,7 +27,7 @@ from fsdp_ext.sharding.params.ownership import mark_sharded, own_grad_dtype
 NAME = "_flat_param"  # as FSDP1 names it
 _IS_FLAT = "_is_flat_param"  # FSDP1's mark, by which isinstance(param, FlatParameter) goes
 
-# A unit and a parameter of it. Their files import this one, so the types cannot be named here.
+# A unit and a parameter of it. Their files import this file, so the types cannot be named here.
 Unit = Any
 ShardedParam = Any
 
@@ -176,7 +176,7 @@ class FlatParameter:
         if self.param.dtype != self._unit.params[0].dtype or ours._cdata != theirs._cdata:
             return False
         # share_memory_() moves the flat parameter or the unit's shard. While the module shows the
-        # flat parameter, that one has the newer values.
+        # flat parameter, the flat parameter has the newer values.
         return not self.is_shown or all(
             param.local.data_ptr() == part.data_ptr()
             for param, part in self.parts(self.param.detach())

@@ -1,4 +1,4 @@
-"""Notices modules and parameters that are added under a sharded module.
+"""Notices modules and parameters that users add under a sharded module.
 
 Nothing runs in a step. torch's global registration hooks note that a watched module has changed,
 and the next outermost forward looks at the modules again.

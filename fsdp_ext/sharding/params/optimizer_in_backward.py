@@ -27,7 +27,7 @@ class _NotedParams(WeakTensorKeyDictionary):
 
 
 def watch_optimizers_in_backward() -> None:
-    """Let the next forward of every root look for optimizers that parameters have got meanwhile.
+    """Let the next forward of every root look for optimizers that parameters have received since.
 
     This has an effect once PyTorch's module with the function was imported, and only once.
     """

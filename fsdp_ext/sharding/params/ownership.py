@@ -101,10 +101,10 @@ def keeps_own_rows(name: str, tensor: torch.Tensor) -> bool:
 
 
 def quantization_of(tensor: torch.Tensor) -> Any:
-    """Return how bitsandbytes has quantized a weight to 4 bits; None for any other tensor.
+    """Return bitsandbytes' state of a weight quantized to 4 bits; None for any other tensor.
 
     The weight holds packed numbers, whose rows can be sharded like any others. Its scales are in
-    this object. Each rank keeps the whole object, and the layer's forward reads it.
+    the returned object. Each rank keeps the whole object, and the layer's forward reads it.
     """
     return getattr(tensor, "quant_state", None) if _is_of_4_bits(tensor) else None
 
@@ -227,7 +227,7 @@ def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: st
 
 
 def replaced_as(param: nn.Parameter) -> tuple[str, str] | None:
-    """Return the names of the parameter and of the unit that has replaced it, or None."""
+    """Return the names of the replaced parameter and of the unit that has replaced it, or None."""
     owner: tuple[str, str] | None = getattr(param, _SHARDED_AS, None)
     return owner
 
@@ -249,7 +249,7 @@ def hand_over(param: nn.Parameter, sharded: nn.Parameter) -> None:
 
 
 def goes_on_as(param: nn.Parameter) -> nn.Parameter | None:
-    """Return what an optimizer that has ``param`` goes on with; None if it may not."""
+    """Return the parameter that takes ``param``'s place in optimizers; None if none may."""
     sharded: nn.Parameter | None = getattr(param, _GOES_ON_AS, None)
     later = None if sharded is None else goes_on_as(sharded)
     return sharded if later is None else later
@@ -274,7 +274,7 @@ def mark_overwritten(sharded: nn.Parameter, value: bool) -> None:
 
 
 def is_any_overwritten(params: Iterable[nn.Parameter]) -> bool:
-    """Return whether what is written into some of ``params`` now will be lost."""
+    """Return whether writes into some of ``params`` would be lost now."""
     return bool(_overwritten) and any(id(goes_on_as(p) or p) in _overwritten for p in params)
 
 
@@ -284,7 +284,7 @@ def is_sharded(param: nn.Parameter) -> bool:
 
 
 def mark_unsharded(unsharded: nn.Parameter, name: str) -> None:
-    """Remember that ``unsharded`` is what modules have for ``name`` while its unit is unsharded."""
+    """Remember that modules have ``unsharded`` as ``name`` while its unit is unsharded."""
     setattr(unsharded, _UNSHARDED, name)
 
 

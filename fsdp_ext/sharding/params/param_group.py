@@ -27,7 +27,7 @@ DIRECT_BYTES = _C.DIRECT_BYTES
 
 
 class Param(Protocol):
-    """What a layout needs to know of a parameter.
+    """The properties of a parameter that a layout needs.
 
     ``dtype`` is the sharded parameter's, and ``shard_dim`` the dimension that ranks share.
     ``keeps_dtype`` says whether it keeps its own dtype in computation, whatever ``param_dtype`` is.
@@ -106,11 +106,11 @@ class ParamGroup:
 
     @property
     def entries(self) -> Sequence[Param]:
-        """What the layout has a place for, in its order."""
+        """The entries of the layout, in its order."""
         return self.params
 
     def layout_for(self, training: bool) -> _C.UnitLayout:
-        """Return where parameters, and in training gradients, lie in shards and buffers."""
+        """Return the places of parameters, and in training of gradients, in shards and buffers."""
         return self._layout(self.entries, training)
 
     def _layout(self, params: Sequence[Param], training: bool) -> _C.UnitLayout:
@@ -165,7 +165,7 @@ class ParamGroup:
             training: whether reductions are checked, too, and not only gathers.
 
         Raises:
-            ValueError: if it has not.
+            ValueError: if it has no room.
         """
         if self.world_size == 1:
             return

@@ -19,7 +19,7 @@ from fsdp_ext.sharding.params.sharded_param import Entry, ShardedParam
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy that a user has.
+    """A copy of a gradient that the user holds.
 
     Args:
         unit: number of the parameter's unit.
@@ -38,16 +38,16 @@ class _Copy:
 
     @staticmethod
     def count(gradient: torch.Tensor, local: torch.Tensor) -> int:
-        """Count in-place changes. Those of a DTensor do not count as its local tensor's."""
+        """Count in-place changes. A DTensor's are not counted in its local tensor."""
         return gradient._version + local._version
 
     def is_changed(self) -> bool:
-        """Return whether a user has written into it."""
+        """Return whether a user has written into the copy."""
         return self.count(self.gradient, self.local) != self.version
 
 
 class PendingGradients:
-    """The copies that users have of a root's accumulated gradients."""
+    """The copies of a root's accumulated gradients that users hold."""
 
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
@@ -83,7 +83,7 @@ class PendingGradients:
     @torch.inference_mode(False)
     @torch.no_grad()
     def settle(self, impl: _C.TorchRoot) -> None:
-        """Pack again what users have changed, and forget the copies."""
+        """Pack again the copies that users have changed, and forget all copies."""
         copies, self._copies = self._copies, {}
         changed: dict[int, list[_Copy]] = {}
         for copy in copies.values():

@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The group that shards and, if there are replicas, theirs."""
+        """The group that shards and, if there are replicas, the group of replicas."""
         return [group for group in (self.group, self.replica_group) if group is not None]
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:

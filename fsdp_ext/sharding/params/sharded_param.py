@@ -1,4 +1,4 @@
-"""One parameter of a unit, and what it has in the flat shard and in a slot."""
+"""One parameter of a unit, and its places in the flat shard and in a slot."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ShardedParam:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its rows are gathered as they are, from the flat shard."""
+        """Whether its rows are gathered from the flat shard, unchanged."""
         return self.own is None
 
     @property
@@ -87,7 +87,7 @@ class ShardedParam:
         return registered(module, name)
 
 
-# What the layout has a place for: parameters, and what extensions gather.
+# The entries of a layout: parameters, and the inputs of extensions.
 Entry = ShardedParam | GatherInput
 
 
@@ -124,21 +124,21 @@ def gradient_places(
 
 
 def shape_of_view(entry: Entry) -> list[int]:
-    """Return the shape of what the entry has in a slot."""
+    """Return the shape of the entry in a slot."""
     if isinstance(entry, GatherInput):
         return list(entry.output_shape)
     return list(entry.shape) if entry.is_gathered else [0]
 
 
 def kind_of_part(entry: Entry) -> tuple[torch.Size, torch.dtype]:
-    """Return the shape and dtype of what the entry has in the flat shard."""
+    """Return the shape and dtype of the entry in the flat shard."""
     if isinstance(entry, GatherInput):
         return torch.Size([entry.size.numel() * entry.input_dtype.itemsize]), torch.uint8
     return (entry.local.shape, entry.dtype) if entry.is_gathered else (torch.Size([0]), torch.uint8)
 
 
 def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
-    """Return whether ``part``, at a byte of the flat shard, is what the entry has in it."""
+    """Return whether ``part``, at a byte of the flat shard, is the entry's part of it."""
     if _address(part) != _address(flat) + offset:
         return False
     if isinstance(entry, GatherInput):

@@ -51,7 +51,7 @@ def is_unreduced(param: torch.Tensor) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduced]:
-    """Return copies of what ``impl`` has not reduced yet.
+    """Return copies of the gradients that ``impl`` has not reduced yet.
 
     Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
     part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
@@ -91,7 +91,7 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 def put(
     impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
 ) -> None:
-    """Let ``impl``, which has accumulated nothing, reduce what another one has not reduced.
+    """Let ``impl``, which has accumulated nothing, reduce the remaining gradients of another one.
 
     Args:
         impl: the C++ side.

@@ -1,6 +1,6 @@
 """The meaning of ``bucket_bytes="auto"`` and ``prefetch="auto"``: a choice for each shape of model.
 
-``fsdp_ext.tune`` makes the choices. They live as long as the process.
+``fsdp_ext.tune`` makes the choices. Choices live as long as the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fsdp_ext.sharding.params.settings import AUTO, Choice
 from fsdp_ext.sharding.params.sharded_param import ShardedParam
 from fsdp_ext.sharding.root.unit import Unit
 
-# What two models of one shape have in common.
+# The properties that two models of one shape share.
 _Key = tuple[object, ...]
 _chosen: dict[_Key, Choice] = {}
 

@@ -1,4 +1,4 @@
-"""What ranks compare when a root is made, so that they differ with an error instead of a hang."""
+"""What ranks compare when a root is made, so that a difference is an error instead of a hang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compare_groups(
     """Check that ranks agree on meshes and smaller groups, which they are about to join.
 
     Args:
-        lanes: those of the ranks that share the units.
+        lanes: the lanes of the ranks that share the units.
         units: the root's units.
         module_names: the names of each unit's modules.
 

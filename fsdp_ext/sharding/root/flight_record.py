@@ -17,7 +17,7 @@ def write_flight_record(model: nn.Module, path: str | Path | None = None) -> str
     writes one when a collective times out, ranks differ or other ranks have failed, and the error
     says where it is.
 
-    It waits for no collective and for no other rank, so another thread may call it while a step
+    A call waits for no collective and for no other rank, so another thread may call it while a step
     hangs.
 
     Args:

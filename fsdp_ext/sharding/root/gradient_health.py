@@ -1,4 +1,4 @@
-"""``health``: the norm and the finiteness of each unit's gradients, and where a NaN was born."""
+"""``health``: the norm and the finiteness of each unit's gradients, and the origin of a NaN."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Health:
 
 
 def health(model: nn.Module) -> Health:
-    """Return norms and counts of what is not finite, for the gradients of the last backward.
+    """Return norms and counts of non-finite elements, for the gradients of the last backward.
 
     All ranks call it, after a backward and before ``zero_grad``. It reads each rank's own shards
     once, and exchanges three numbers for each unit. With tensor parallelism the numbers are those
@@ -131,7 +131,7 @@ def health(model: nn.Module) -> Health:
 
 @torch.no_grad()
 def _numbers_of(unit: Unit) -> tuple[float, float]:
-    """Return the norm of this rank's shards of gradients, and how much is not finite."""
+    """Return the norm and the number of non-finite elements of this rank's gradient shards."""
     flat = unit.flat_param  # its padding is zero
     owners = [param.sharded for param in unit.params] if flat is None else [flat.param]
     gradients = [

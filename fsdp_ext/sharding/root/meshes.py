@@ -120,9 +120,9 @@ def _replicas_of(unit: Unit) -> list[int]:
 
 
 def _compare(root: Unit, of_units: list[list[int]]) -> None:
-    """Check that the ranks of a unit's mesh all have that mesh, and that others are as large.
+    """Check that all ranks of a unit's mesh have that mesh, and that the other meshes are as large.
 
-    All ranks compare the same, so all of them raise.
+    All ranks compare the same data, so all of them raise.
     """
     if not has_peers(root):
         return

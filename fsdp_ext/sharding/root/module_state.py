@@ -1,4 +1,4 @@
-"""What fsdp_ext keeps on a user's module: one object in its ``__dict__``."""
+"""The state that fsdp_ext keeps on a user's module: one object in its ``__dict__``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def has_state(module: nn.Module) -> bool:
 
 
 def is_state(attribute: str) -> bool:
-    """Return whether a module's attribute of this name says what was applied to the module.
+    """Return whether a module's attribute of this name records what was applied to the module.
 
     It is fsdp_ext's own, a method that FSDP1's wrapper has replaced, or one in which PyTorch's
     functions note that they were applied.
@@ -117,7 +117,7 @@ def sharded_module(model: nn.Module) -> nn.Module:
 
 
 def managed_modules(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return ``modules`` and what is in them, except for nested units and replicated modules."""
+    """Return ``modules`` and all modules in them but nested units and replicated modules."""
     found: dict[nn.Module, None] = {}
 
     def collect(module: nn.Module) -> None:

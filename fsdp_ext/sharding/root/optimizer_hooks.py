@@ -1,4 +1,4 @@
-"""Hooks on every optimizer's step: checks before it, and afterwards a sign to gather again."""
+"""Hooks on every optimizer's step: checks before it, and a request to gather again after it."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def check_again() -> None:
-    """Have all optimizers checked again, since parameters that they have may be replaced."""
+    """Have all optimizers checked again, since some of their parameters may be replaced."""
     _checked.clear()
 
 
 def let_optimizers_go_on() -> None:
-    """Give the optimizers that exist already the sharded parameters of those that they have.
+    """Give existing optimizers the sharded parameters in place of the original ones.
 
-    So what is done with an optimizer before its first step concerns these, too: ``zero_grad``,
-    state dicts, gradient scalers.
+    So calls on an optimizer before its first step act on these, too: ``zero_grad``, state dicts,
+    gradient scalers.
     """
     for found in gc.get_objects():
         if not issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
@@ -138,7 +138,7 @@ def let_optimizers_go_on() -> None:
 def _go_on(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, sharded: nn.Parameter
 ) -> None:
-    """Put a sharded parameter in place of the original, and shard what the optimizer has for it."""
+    """Put a sharded parameter in place of the original, and shard the optimizer's state for it."""
     state = optimizer.state.pop(group["params"][index], {})
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == sharded.shape:

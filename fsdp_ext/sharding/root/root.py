@@ -211,7 +211,7 @@ class Root(UnitTree):
         self._unreduced = []
 
     def give_up(self) -> list[unreduced.Unreduced]:
-        """Reshard the units for another root, and return what this one has not reduced."""
+        """Reshard the units for another root, and return the gradients not reduced yet."""
         self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
@@ -290,7 +290,7 @@ class Root(UnitTree):
     def resolve_again(self) -> None:
         """Resolve the settings after a decision, or a change of ``reshard_after_forward``.
 
-        The caller applies those of units.
+        The caller applies the settings of units.
         """
         self.settings = self.resolve(self.link, self.decision)
         self.impl.set_prefetch_depth(self.settings.prefetch)
@@ -333,9 +333,9 @@ class Root(UnitTree):
             settings.scatter_hook = unit.core_hook("scatter", reduce.reduce)
 
     def _custom_collective(self, unit: Unit, setting: str) -> CustomCollective | None:
-        """Return what runs the user's object, which units share, and keep it with the unit.
+        """Return the runner of the user's collective, shared by units, and keep it with the unit.
 
-        Work that is queued keeps those that are replaced.
+        Queued work keeps replaced objects alive.
 
         Raises:
             NotImplementedError: without other ranks, and for gathers of smaller groups.
@@ -362,7 +362,7 @@ class Root(UnitTree):
         return found
 
     def change(self, **settings: bool) -> None:
-        """Change settings of which only the root's are used."""
+        """Change settings that belong to the root alone."""
         self.units[0].change(**settings)
         self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
@@ -383,7 +383,7 @@ class Root(UnitTree):
             self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
-        """Reduce what backwards have accumulated for ``units`` alone, whatever their settings say.
+        """Reduce the accumulated gradients of ``units`` alone, whatever their settings say.
 
         Args:
             units: units of this root.
@@ -401,7 +401,7 @@ class Root(UnitTree):
             self.apply(self.units)
 
     def pending_gradients(self, unit: Unit) -> dict[nn.Parameter, torch.Tensor]:
-        """Return what backwards have accumulated for ``unit``, by sharded parameter.
+        """Return the accumulated gradients of ``unit``, by sharded parameter.
 
         In-place changes take effect until the next backward begins.
         """

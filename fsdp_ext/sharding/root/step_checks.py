@@ -1,7 +1,7 @@
-"""``check_every``: what ranks compare at the end of a checked step.
+"""``check_every``: the comparison of ranks at the end of a checked step.
 
-Note [checked steps] in ``csrc/torch/step_checksum.h`` says what is looked at, and
-``docs/reliability.md`` what that finds.
+Note [checked steps] in ``csrc/torch/step_checksum.h`` says what is hashed, and
+``docs/reliability.md`` which faults that finds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AllGather = Callable[[str, bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class StepChecksum:
-    """What one rank has seen of a unit in a checked step: ``StepChecksum::Numbers`` in C++.
+    """One rank's hashes of a unit in a checked step: ``StepChecksum::Numbers`` in C++.
 
     Args:
         forward: hash of the unsharded parameters at the end of forward; 0 for none.
@@ -45,7 +45,7 @@ Looks = list[list[StepChecksum]]  # by rank, then by unit
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a mesh lie.
+    """The places of a mesh's ranks.
 
     Args:
         ranks: the global rank of each, set by set.
@@ -67,7 +67,7 @@ def in_words(ranks: Iterable[int]) -> str:
 
 
 def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:
-    """Return what differs although it must not, in words. What is most specific comes first."""
+    """Return the forbidden differences, in words. The most specific differences come first."""
     found = []
     everyone = range(len(looks))
     for unit, name in enumerate(names):
@@ -91,7 +91,7 @@ def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:
 
 
 def _odd(what: str, hashes: dict[int, int], place: Place) -> list[str]:
-    """Return which ranks have another hash than most, in words, if there are any."""
+    """Return the ranks whose hash differs from that of most, in words, if there are any."""
     seen = {rank: value for rank, value in hashes.items() if value != 0}
     counts = Counter(seen.values()).most_common()
     if len(counts) < 2:
@@ -177,7 +177,7 @@ def agree(check_every: int | None, place: Place, all_gather: AllGather) -> None:
     """Check that all ranks have the same ``check_every``.
 
     Raises:
-        ValueError: if they have not. The message names two values.
+        ValueError: if they have different values. The message names two values.
     """
     mine = array("q", [check_every or 0]).tobytes()
     of_ranks = all_gather(_AGREEMENT, mine)

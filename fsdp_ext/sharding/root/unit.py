@@ -91,19 +91,19 @@ class Unit(ParamGroup):
         self._unsharded: list[weakref.ref[nn.Parameter]] = []  # those of the C++ side
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
-        # What runs the user's collectives, by the name of the setting.
+        # The objects that run the user's collectives, by the name of the setting.
         self.collectives: dict[str, CustomCollective] = {}
         self._core_hooks: dict[str, tuple[weakref.WeakMethod[Any], _C.UserCollective]] = {}
         # Modules and the names of their attributes that were passed as ignored_params.
         self.ignored: set[tuple[nn.Module, str]] = set()
-        # With FSDP1's use_orig_params=False: Note [flat parameters in Python].
+        # The flat parameter under FSDP1's use_orig_params=False: Note [flat parameters in Python].
         self.flat_param: FlatParameter | None = None
         self.shard_device = torch.device("cpu") if settings.offloads else device
         self.pins_memory = settings.offloads and device.type == "cuda"
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
         # Each entry's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
-        # What extensions gather; empty until the C++ side is made: Note [tensor extensions].
+        # The inputs of extensions; empty until the C++ side is made: Note [tensor extensions].
         self.inputs: list[GatherInput] = []
         for param, name in params.items():
             check_parameter(name, param, device)
@@ -122,7 +122,7 @@ class Unit(ParamGroup):
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """The parameters and what extensions gather, in the layout's order."""
+        """The parameters and the inputs of extensions, in the layout's order."""
         if not self.inputs:
             return self.params
         entries: list[Entry] = [*self.params, *self.inputs]
@@ -204,7 +204,7 @@ class Unit(ParamGroup):
         return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
 
     def take_parameters(self) -> None:
-        """Put the sharded parameters into the modules. Until now, the modules are as they were."""
+        """Put the sharded parameters into the modules, which are unchanged until then."""
         by_param, self._replacements = self._replacements, {}
         for module in self.modules:
             for submodule in module.modules():
@@ -257,7 +257,7 @@ class Unit(ParamGroup):
             for param in self.params:  # so that the model is as it was before
                 self._register(param)
             raise
-        if any(replaced):  # the order depends on which of them are gathered
+        if any(replaced):  # the order depends on which parameters are gathered
             self.params = [self.params[place] for place in self._layout_order(self.params)]
         return self._place_in_flat_shard(loading=loading) or any(replaced)
 
@@ -331,7 +331,7 @@ class Unit(ParamGroup):
         return False
 
     def _merge_tied(self) -> bool:
-        """Make one parameter of those that the user has tied. Return whether there were any."""
+        """Merge parameters that the user has tied; return whether there were any."""
         by_sharded = {param.sharded: param for param in self.params}
         tied = False
         for param in self.params:
@@ -348,7 +348,7 @@ class Unit(ParamGroup):
         return tied
 
     def _adopt(self, param: ShardedParam, loading: bool) -> bool:
-        """Adopt the parameter that the module has now. Return whether it is another one.
+        """Adopt the parameter that the module has now. Return whether it was replaced.
 
         ``load_state_dict(assign=True)`` gives each attribute of a tied parameter one of its own.
         They stay tied, to the first.
@@ -435,7 +435,7 @@ class Unit(ParamGroup):
         ]
 
     def let_optimizers_step(self) -> None:
-        """Let backward step the optimizers that parameters have been given for that.
+        """Let backward step the optimizers that parameters were given for that.
 
         Raises:
             RuntimeError: if a flat or an unsharded parameter has one.
@@ -549,7 +549,7 @@ class Unit(ParamGroup):
         return _C.UnitParameter(shape, self.compute_dtype(entry), is_input=False)
 
     def _find_extensions(self) -> list[Extension]:
-        """Return the extensions, with places for what they gather in the flat shard."""
+        """Return the extensions, with places for their inputs in the flat shard."""
         policy = self.settings.mp_policy
         extended = [param for param in self.params if not param.is_gathered]
         for param in extended:

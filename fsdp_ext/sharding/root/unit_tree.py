@@ -33,7 +33,7 @@ class UnitTree:
         self.units = list(
             dict.fromkeys(group for each in module.modules() for group in groups_of(each))
         )
-        # The root unit, and those of other meshes with the same module.
+        # The root unit, and the units of other meshes with the same module.
         self.root_units = len(groups_of(module))
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
 
@@ -92,7 +92,7 @@ class UnitTree:
     def configs(
         self, layouts: Sequence[_C.UnitLayout], meshes: Sequence[int] = ()
     ) -> list[_C.UnitConfig]:
-        """Return what the C++ side has to know of each unit.
+        """Return the C++ description of each unit.
 
         Args:
             layouts: the units' layouts for training.

@@ -1,1 +1,1 @@
-"""What code written for PyTorch's FSDP2 finds on a sharded module: state, hooks, conversions."""
+"""Views and hooks for code written for PyTorch's FSDP2: state, hooks, conversions."""

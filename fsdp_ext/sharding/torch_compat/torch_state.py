@@ -1,8 +1,8 @@
-"""What code written for PyTorch's FSDP2 finds of a unit where it looks for PyTorch's own state.
+"""Read-only ``FSDPState`` views for code that inspects FSDP2.
 
 ``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)``,
 ``module._get_fsdp_state()`` or ``_get_module_fsdp_state(module)``, and look into the registry of
-composable functions. They find views, which read the unit when they are asked.
+composable functions. They get views, which read the unit at each access.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FUNCTION: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
 class _View:
-    """A view that can be read only, and names what it has if it is asked for something else."""
+    """A read-only view, whose error for any other attribute lists those that it has."""
 
     def __init__(self, unit: Unit) -> None:
         object.__setattr__(self, "_unit", unit)
@@ -46,13 +46,13 @@ class _View:
 
     @property
     def _comm_ctx(self) -> object:
-        """What units have in common if they share streams and communicators."""
+        """The state that units share if they share streams and communicators."""
         ranks = self._unit.ranks
         return ranks.group, ranks.replica_group, self._unit.settings.transport
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
-            return  # PyTorch's share_comm_ctx lets modules share what they share already
+            return  # PyTorch's share_comm_ctx lets modules share streams; these do already
         raise AttributeError(
             f"'{name}' was set in a view of fsdp_ext's state, which has no effect on training. Use "
             "the methods of FSDPModule."
@@ -128,7 +128,7 @@ class ParamGroupView(_View):
         return [ParamView(self._unit, param) for param in self._unit.params]
 
     def post_backward(self) -> None:
-        """Reduce what backwards without gradient sync have accumulated, in the whole model."""
+        """Reduce the accumulated gradients of the whole model."""
         if self._unit.root is not None:
             self._unit.root.reduce_accumulated(wait=True)
 
@@ -145,7 +145,7 @@ class _StateContextView(_View):
 
     @property
     def is_last_backward(self) -> bool:
-        """What was set with ``set_is_last_backward``."""
+        """The value set with ``set_is_last_backward``."""
         root = self._unit.root
         unit: Unit = self._unit if root is None else root.units[0]
         return unit.settings.is_last_backward
