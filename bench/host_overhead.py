@@ -9,11 +9,11 @@ On the CPU the process group is "fake": collectives take no time and move no dat
 host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,
 which issues an iteration to an idle GPU.
 
-The lines "ledger" say what fsdp_ext.profile adds to each unit while it records, and the lines
-"flight record" what the record of the newest collectives adds, which is always on. This does not
+The lines "ledger" give the cost of fsdp_ext.profile for each unit while it records, and the lines
+"flight record" the cost of recording the newest collectives, which is always on. This does not
 depend on the unit's parameters. It is measured on units of two parameters, whose steps are short
-enough to show it, and compared with the overhead of such a unit and of a unit of 16 parameters.
-A figure whose quartiles include zero is shown as "not distinguishable from zero".
+enough to show it, and compared with the overhead of such a unit and of a unit of 16 parameters. A
+figure whose quartiles include zero is shown as "not distinguishable from zero".
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ RECORDS: dict[str, Callable[[Any, bool], None]] = {
 def measure_record(
     name: str, record: str, repeats: int, overhead_us: float, device: torch.device
 ) -> dict[str, Any]:
-    """Return what a record adds to a unit's host overhead.
+    """Return the host overhead that a record adds to a unit.
 
     Blocks of iterations with and without the record take turns on one model. A pair of blocks gives
     one difference, that of their first quartiles, since other load on the machine changes these

@@ -45,10 +45,10 @@ group for reductions.
 FSDP2's best settings are that group, explicit prefetch with asynchronous unshards, and two
 reductions in flight, as far as this torch has them. A CPU has no streams. So FSDP1, and FSDP2 with
 its defaults, wait on the host for each collective and hide almost nothing, and FSDP2 with its best
-settings still waits for each reduction. "modelled waits" replaces those waits by what streams would
-do (bench/models/simulated_group.py). PyTorch's steps compute longer, so their compute / wire is
-larger over the same link. A ratio is "not possible here" if latencies alone take longer than the
-wire should.
+settings still waits for each reduction. "modelled waits" replaces those waits by a model of streams
+(bench/models/simulated_group.py). PyTorch's steps compute longer, so their compute / wire is larger
+over the same link. A ratio is "not possible here" if latencies alone take longer than the wire
+should.
 
 Compute is real, and all times with a wire in them are simulated. On a machine with other load,
 threads wake up late. The ledger calls this "issued late" or "a rank came late", and a star marks

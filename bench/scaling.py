@@ -1,9 +1,9 @@
 """How fast would Llama train on 8 to 1,024 GPUs, and how well does that fit published figures?
 
 This benchmark measures nothing: all figures except those marked "published" are simulated. Each row
-is one `fsdp_ext.plan`, with a unit for each layer. It is told what layers compute, which is their
-FLOPs divided by a rate, and a link, which is NCCL's rings over published networks. It returns the
-memory and the time of a step.
+is one `fsdp_ext.plan`, with a unit for each layer. Its inputs are the compute time of layers, which
+is their FLOPs divided by a rate, and a link, which models NCCL's rings over published networks. It
+returns the memory and the time of a step.
 
     model FLOPs of a token = 6 * matrix elements + 12 * layers * length * dim
 
@@ -11,7 +11,7 @@ The formula is from PaLM (arXiv 2204.02311, appendix B), and MFU uses it. llm-fo
 the same; torchtitan's performance.md also counts the look-up of the embedding. Each matrix element
 has one multiplication and one addition in forward, and two of each in backward. Scores, and values
 times scores, are 2 * length * dim products each. The plan computes only half of the attention,
-because the mask is causal, and it also computes what activation checkpointing recomputes.
+because the mask is causal, and also the recomputation of activation checkpointing.
 
 One figure is fitted for each GPU and its software, on one published run of a single node: the part
 of the peak that the GPU reaches while it computes. With it, the plan of that run has the published

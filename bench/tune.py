@@ -60,8 +60,8 @@ class Case:
     def make(self, simulated: bool) -> tuple[Any, Tensor]:
         """Return the sharded model and a batch.
 
-        The model leaves its settings open. They are not "auto", which would begin with what was
-        chosen for this model at another rate.
+        The model leaves its settings open. They are not "auto", which would begin with the choice
+        for this model at another rate.
         """
         torch.manual_seed(0)
         transport = Simulated(SIMULATED_RANKS, self.link) if simulated else None

@@ -1,4 +1,4 @@
-"""What all faults share: the system that shards, models, and the check against a replica."""
+"""The parts that all faults share: the sharding system, models, and the check with a replica."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def compare(model: nn.Module, reference: nn.Module, step: int = 0) -> None:
 
 
 def check(what: str, found: Tensor, expected: Tensor) -> None:
-    """Compare a tensor with what the unsharded model has.
+    """Compare a tensor with the unsharded model's.
 
     Raises:
         WrongNumbers: if they differ by more than rounding, or in dtype.

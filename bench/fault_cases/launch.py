@@ -24,7 +24,7 @@ from bench.fault_cases.case import RANKS, Case, Fault, WrongNumbers
 
 TIMEOUT = timedelta(seconds=5)  # of the process group
 LIMIT_S = 20  # after which a rank counts as hanging
-# From worst to best. What happened to a fault is the worst that happened to a rank.
+# From worst to best. The outcome of a fault is the worst outcome of a rank.
 OUTCOMES = ("wrong numbers", "hangs", "crashes", "raises", "right")
 BAD = ("wrong numbers", "hangs", "crashes")  # nothing is said
 _PRELOAD = ["bench.faults", "fsdp_ext", "torch._dynamo", "torch.distributed.fsdp"]
@@ -36,7 +36,7 @@ _names = itertools.count()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened on a rank: one of `OUTCOMES`, after how long, and what was said."""
+    """The result of a rank: one of `OUTCOMES`, the time until then, and the message."""
 
     what: str
     seconds: float
@@ -47,7 +47,7 @@ HANGS = Outcome("hangs", LIMIT_S, f"ended after {LIMIT_S} s")
 
 
 class Launcher:
-    """Starts ranks. It has the store by which they find each other, as torchrun has."""
+    """Starts ranks. It serves the store through which they find each other, as torchrun does."""
 
     def __init__(self) -> None:
         """Wait until the server that forks ranks has imported everything."""
@@ -80,7 +80,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Place:
-    """What ranks run with, and how they find each other: a name in the store, and its port."""
+    """What ranks train with, and the name and port by which they find each other in the store."""
 
     system: str
     transport: str
@@ -102,7 +102,7 @@ class RankProcess:
         self.outcome: Outcome | None = None
 
     def listen(self) -> None:
-        """Read what the rank says: when the fault begins, or what happened. It may have ended."""
+        """Read the rank's report: when the fault begins, or its outcome. It may have ended."""
         try:
             said = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -123,7 +123,7 @@ class RankProcess:
 
 
 def summary(outcomes: dict[int, Outcome]) -> dict[str, Any]:
-    """Return what happened, from what happened on each rank.
+    """Return the outcome of a fault, from the outcomes of its ranks.
 
     The message is that of the first rank that stopped with the worst outcome, and the time is that
     of the last rank.
@@ -141,7 +141,7 @@ def summary(outcomes: dict[int, Outcome]) -> dict[str, Any]:
 
 
 def _outcome_of(exit_code: int, seconds: float) -> Outcome:
-    """Return what happened to a rank that ended without telling."""
+    """Return the outcome of a rank that ended without reporting one."""
     if exit_code == -signal.SIGALRM:
         return HANGS
     ending = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
@@ -179,7 +179,7 @@ def silence() -> None:
 
 
 def provoke(fault: Fault, case: Case) -> Outcome:
-    """Provoke a fault on this rank, and return what happened."""
+    """Provoke a fault on this rank, and return the outcome."""
     torch.manual_seed(0)  # all ranks make the same parameters
     case.begin()
     try:

@@ -1,4 +1,4 @@
-"""Ranks that end, that wait for each other, or that are not what the others expect."""
+"""Ranks that end, wait for each other, or differ from the others' expectations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.fault_cases.case import (
 )
 
 KIND = "peers"
-CHILD_LIMIT_S = 12  # less than a rank has, so that the rank can tell
+CHILD_LIMIT_S = 12  # less than a rank's own limit, so that the rank can report it
 
 
 def step(case: Case, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults that would go unnoticed but for the numbers."""
+"""Faults that only wrong numbers would show."""
 
 from __future__ import annotations
 

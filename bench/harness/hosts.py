@@ -1,8 +1,8 @@
 """Two hosts on one machine: namespaces that a virtual cable with a limited rate connects.
 
 Each host has its own network, host name, boot id, process ids, mounts and IPC. Its cable is a veth
-pair, and a token bucket (tc-tbf(8)) limits what each end sends. This needs Linux, root, and the
-commands `unshare` and `nsenter` (util-linux) and `ip` and `tc` (iproute2).
+pair, and a token bucket (tc-tbf(8)) limits the sending rate of each end. This needs Linux, root,
+and the commands `unshare` and `nsenter` (util-linux) and `ip` and `tc` (iproute2).
 
 Note [hosts]: nothing outside this process keeps a host alive, so nothing can be left behind. The
 first process of a host is `cat`, which reads from a pipe of this process. However this process
@@ -44,7 +44,8 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 _NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")  # in the order in which `enter` joins them
 _SEPARATE = ["--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-# What a host runs: $1 is its name, and $2 its boot id or empty. Then it waits for the pipe's end.
+# The script of a host: $1 is its name, and $2 its boot id or empty. Then it waits for the pipe's
+# end.
 _FIRST_PROCESS = f"""
 set -e
 echo "$1" > /proc/sys/kernel/hostname
@@ -64,7 +65,7 @@ class HostsError(Exception):
 
 
 def bytes_per_second(rate: str) -> float | None:
-    """Return what a rate such as "4gbit" carries; None for "unlimited".
+    """Return the bytes a second of a rate such as "4gbit"; None for "unlimited".
 
     Raises:
         ValueError: if it is no rate.
@@ -247,7 +248,7 @@ def _end_like(child: int) -> NoReturn:
 
 
 def set_rate(rate: str) -> None:
-    """Limit what this host sends.
+    """Limit the sending rate of this host.
 
     Raises:
         HostsError: if the kernel has no token bucket.
@@ -267,7 +268,7 @@ def cut_cable() -> None:
 
 
 def stall_cable() -> None:
-    """Drop all that this host sends, with the cable up."""
+    """Drop all packets of this host, with the cable up."""
     # No packet has as few bytes as this bucket.
     _shape(["tbf", "rate", "8bit", "burst", "1", "limit", "1"])
 
@@ -282,7 +283,7 @@ def sent_bytes() -> int:
 
 
 def _shape(discipline: Sequence[str]) -> None:
-    """Let what this host sends go through a queueing discipline, instead of the one before."""
+    """Send this host's packets through a queueing discipline, in place of the previous one."""
     delete = ["tc", "qdisc", "del", "dev", INTERFACE, "root"]
     subprocess.run(delete, capture_output=True, check=False)  # there may be none
     if not discipline:

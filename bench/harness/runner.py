@@ -183,7 +183,7 @@ class Run:
         return f"{len(self.rows)} row{'s' if len(self.rows) != 1 else ''}"
 
     def write(self, interrupted: bool) -> tuple[list[str], list[str]]:
-        """Write the files; return sentences on those written and on those that could not be."""
+        """Write the files; return sentences on the written files and on the failures."""
         wrote: list[str] = []
         unwritten: list[str] = []
         if self.args.json:

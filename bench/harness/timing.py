@@ -87,7 +87,7 @@ def time_in_turns(
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     order = random.Random(0)
     for _ in range(repeats):
-        # The order is random: a call finds caches and threads as the one before left them.
+        # The order is random: a call finds the caches and threads of the previous call.
         for name in order.sample(list(systems), len(systems)):
             start = time.perf_counter()
             result = systems[name]()

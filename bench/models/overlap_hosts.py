@@ -1,4 +1,4 @@
-"""What `python -m bench overlap --hosts 2` measures: real steps over a cable with a limited rate.
+"""The measurement of `python -m bench overlap --hosts 2`: real steps over a slow cable.
 
 A transformer trains on ranks of two hosts (bench/harness/hosts.py). Its batch is chosen so that the
 unsharded step computes for `ratio` times as long as a sharded step's bytes take at the cable's
@@ -64,7 +64,7 @@ PROBE_BYTES, PROBE_MESSAGES, PROBES = 1 << 24, 8, 5
 
 @dataclass(frozen=True)
 class Taken:
-    """What one step took on one rank."""
+    """The cost of one step on one rank."""
 
     seconds: float
     cpu_seconds: float  # of all threads of the process
@@ -110,8 +110,8 @@ class System:
     def least_bytes(self, tokens: Tensor) -> float:
         """Return the bytes that each rank has to send in a step.
 
-        For ours they are those of its schedule, which does not gather again what it still has. The
-        others gather each block twice, and the root, which is kept after forward, once.
+        For ours they follow its schedule, which does not gather again parameters that it still has.
+        The others gather each block twice, and the root, which is kept after forward, once.
         """
         whole = 4 * self.parameters
         if self.name == UNSHARDED:
@@ -166,7 +166,7 @@ def measure(args: Any, keep: Keep) -> None:
 
 @dataclass(frozen=True)
 class Cable:
-    """What plain messages do on a cable, without a model."""
+    """The rate and CPU time of plain messages on a cable, without a model."""
 
     rate: float  # bytes a second in each direction at once
     cpu_seconds_a_byte: float  # of those that a rank sends while it receives as many
@@ -270,7 +270,7 @@ class OtherPrograms:
 
 
 def measure_cable() -> Cable:
-    """Return what plain messages carry, and the processor time that they take.
+    """Return the rate of plain messages, and their CPU time.
 
     Rank r and its partner on the other host, half of the ranks further on, exchange messages.
     """
@@ -302,7 +302,7 @@ def measure_cable() -> Cable:
 def run_in_turns(
     systems: Sequence[System], tokens: Tensor, repeats: int
 ) -> tuple[dict[str, list[Taken]], dict[str, Row]]:
-    """Return what each system's steps took, and what the ledgers of ours say."""
+    """Return the costs of each system's steps, and the ledgers' figures for ours."""
     for system in systems:
         for _ in range(WARMUP):
             system.timed_step(tokens)
@@ -338,7 +338,7 @@ def agreed(taken: Sequence[Taken]) -> list[Taken]:
 
 
 def by_ledger(ledger: fsdp_ext.profile) -> Row:
-    """Return what the ledger of rank 0 says."""
+    """Return the figures of rank 0's ledger."""
 
     def median(figure: Callable[[Any], float]) -> float:
         return statistics.median(figure(iteration) for iteration in ledger.iterations)
@@ -354,7 +354,7 @@ def by_ledger(ledger: fsdp_ext.profile) -> Row:
 
 
 def row_of(system: System, taken: dict[str, list[Taken]], case: Case, least: float) -> Row:
-    """Return what a row says of one system's steps, beside those of the unsharded model."""
+    """Return a row's figures for one system's steps, beside the unsharded model's."""
     mine, unsharded = taken[system.name], taken[UNSHARDED]
     compute = statistics.median(step.seconds for step in unsharded)
     row: Row = {

@@ -89,7 +89,7 @@ def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
 
 
 def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
-    """Return what a row says of steps with a wire and without one, which take turns."""
+    """Return a row's figures for steps with a wire and without one, which take turns."""
     without, with_wire = [seconds_of(system.free)], []
     with contextlib.ExitStack() as stack:
         ledgers = [stack.enter_context(profile(model, repeats)) for model in system.models]

@@ -1,1 +1,1 @@
-"""What several test files share: ranks, models, comparisons with PyTorch."""
+"""Helpers that several test files share: ranks, models, comparisons with PyTorch."""

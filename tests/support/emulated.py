@@ -1,4 +1,4 @@
-"""What tests of the emulated GPU (tests/emulated_gpu) share."""
+"""Helpers for tests of the emulated GPU (tests/emulated_gpu)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run_program(code: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def runtime() -> ctypes.CDLL:
-    """Return CUDA's runtime, whose functions torch does not all have."""
+    """Return CUDA's runtime, some of whose functions torch lacks."""
     return ctypes.CDLL("libcudart.so.13")
 
 
 def error_of(result: int) -> str:
-    """Return the name of what a function of the runtime has returned, and clear the error."""
+    """Return the name of a result of the runtime, and clear the error."""
     library = runtime()
     library.cudaGetErrorName.restype = ctypes.c_char_p
     library.cudaGetLastError()
@@ -41,14 +41,14 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def launch_on_host(stream: int, function: object) -> None:
-    """Run a HOST_FUNCTION in order of the stream. The caller keeps it until then."""
+    """Run a HOST_FUNCTION in the order of the stream. The caller keeps the function until then."""
     assert runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream), function, None) == 0
 
 
 class Gate:
     """A function of the host on a stream, behind which work waits until the gate is open.
 
-    At the end of its `with`, it opens, and the host waits for the current device.
+    At the end of its `with` block, the gate opens, and the host waits for the current device.
     """
 
     def __init__(self, stream: int) -> None:

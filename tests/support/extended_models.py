@@ -87,12 +87,12 @@ def train_step(model: Any, optimizer: Any, step: int, micro_batches: int) -> lis
     poison(model)
     with torch.inference_mode() if step == 1 else torch.no_grad():
         seen.append(model(batch(step, 9)).clone())
-    reshard(model)  # FSDP2 keeps what does not reshard after forward
+    reshard(model)  # FSDP2 keeps parameters that do not reshard after forward
     return seen
 
 
 def assert_same(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """Compare two DTensors bit for bit, and all that is in their local tensors."""
+    """Compare two DTensors bit for bit, with all tensors in their local tensors."""
     assert isinstance(ours, DTensor), what
     assert isinstance(theirs, DTensor), what
     assert ours.placements == theirs.placements, what

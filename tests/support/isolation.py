@@ -1,7 +1,7 @@
-"""What one call in a rank's process may change, and how the next call is kept from seeing it.
+"""The state that one call in a rank's process may change, and how it is hidden from the next call.
 
-State that tests change on purpose is put back. State that no test should leave behind is checked:
-a call that does fails, by a message that names it.
+State that tests change on purpose is put back. State that no test should change is checked: a call
+that changes it fails, with a message that names it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessState:
         self._numpy_random = numpy.random.get_state() if numpy else None
         self._contents = [(value, copy.copy(value)) for value in _containers()]
         self._checked = dict(_checked())
-        # What is there now stays for ever, so no later collection has to look at it.
+        # Objects that exist now live for ever, so no later collection has to look at them.
         gc.collect()
         gc.freeze()
 
@@ -103,7 +103,7 @@ class ProcessState:
 
 
 def clear_sharding_caches() -> None:
-    """Forget how DTensors are sharded by operators and redistributed, which torch keeps for ever.
+    """Forget torch's permanent caches of how operators shard and redistribute DTensors.
 
     torch computes it anew when it is needed. Its names for this are private, and the last one is
     not in every torch.
@@ -121,7 +121,7 @@ def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:
 
 
 def _containers() -> Iterator[dict[Any, Any] | set[Any] | list[Any]]:
-    """Yield the module variables of fsdp_ext that hold what was seen before, such as by tune."""
+    """Yield the module variables of fsdp_ext that remember earlier calls, such as of tune."""
     for module in _modules():
         for name, value in vars(module).items():
             if isinstance(value, (dict, set, list)) and not name.startswith("__"):
@@ -145,8 +145,8 @@ def _forget_sharding() -> None:
     # The groups themselves are no measure: torch keeps the first one of a process.
     left = [weakref.ref(one) for of_group in lanes._lanes.values() for one in of_group.values()]
     lanes._lanes.clear()
-    # Graphs of autograd hold hooks, which the collector does not see. So what an exception's frames
-    # held by way of a graph is garbage only after the first collection.
+    # Graphs of autograd hold hooks, which the collector does not see. So objects held by an
+    # exception's frames through a graph are garbage only after the first collection.
     gc.collect()
     gc.collect()
     if held := [one.transport for ref in left if (one := ref()) is not None]:
@@ -156,7 +156,7 @@ def _forget_sharding() -> None:
 
 
 def _checked() -> Iterator[tuple[str, Any]]:
-    """Yield what calls must not leave changed, by name."""
+    """Yield the state that calls must not change, by name."""
     yield "threads", {thread.name for thread in threading.enumerate()}
     yield "sys.getprofile()", sys.getprofile()
     yield "sys.gettrace()", sys.gettrace()

@@ -46,7 +46,7 @@ Args = TypeVarTuple("Args")
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
 _OUTPUT_LINES = 60
 _ENDING_S = 0.3
-# Gives every call processes of its own, to find out whether an earlier call made this one fail.
+# Gives every call new processes, to find out whether an earlier call made this one fail.
 _ALWAYS_FRESH = os.environ.get("FSDP_EXT_TEST_FRESH", "") not in ("", "0")
 
 _context = multiprocessing.get_context("forkserver")
@@ -255,8 +255,8 @@ class _Pool:
                 if rank.number in self._lost and rank.answer is None:
                     rank.failure = None
             if any(rank.failure for rank in self._ranks):
-                # The message has what the others have said by now, too: when a rank dies, its
-                # peers' errors are the echo.
+                # The message also has the other ranks' answers so far: when a rank dies, its peers'
+                # errors are the echo.
                 for pipe in wait(list(waiting), 0):
                     _receive(waiting.pop(cast(Connection, pipe)), when)
                 # Peers of a rank that exits may notice that before its process has ended.
@@ -274,7 +274,7 @@ class _Pool:
         failed = [rank for rank in self._ranks if rank.failure]
         if not failed:
             return
-        # A rank that died comes before those that then missed it.
+        # A rank that died comes before ranks that then missed it.
         failed.sort(key=lambda rank: (rank.answer is not None, rank.number))
         head = f"{len(failed)} of {len(self._ranks)} ranks failed, the others were ended"
         if hung := [str(rank.number) for rank in failed if rank.hung]:

@@ -16,5 +16,5 @@ def exhaustive(*values: Any) -> list[Any]:
 
 
 def exhaustive_cases(*cases: tuple[Any, ...]) -> list[Any]:
-    """Return what ``exhaustive`` does, of cases that are values of several parameters."""
+    """Return the result of ``exhaustive``, for cases that are values of several parameters."""
     return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]

@@ -1,8 +1,8 @@
 """Models that the tests train. Each makes its own batches and loss and names its own units.
 
-They are small, and 10 and 14 rows make chunks of unequal size on 3 and 4 ranks. No gradient sums up
-more than two terms, some from inside a unit and some from outside: FSDP2 puts autograd nodes around
-units, which add those up in another order than the unsharded model does.
+They are small, and 10 and 14 rows make chunks of unequal size on 3 and 4 ranks. No gradient is a
+sum of more than two terms, some from inside a unit and some from outside: FSDP2 puts autograd nodes
+around units, which add those up in another order than the unsharded model does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Subject(nn.Module):
-    """A model under test. Subclasses define only what is special about them."""
+    """A model under test. Subclasses define only their special parts."""
 
     def units(self) -> list[Unit]:
-        """Return what is sharded below the root, innermost first."""
+        """Return the modules to shard below the root, innermost first."""
         return []
 
     def batch(self, generator: torch.Generator) -> Batch:

@@ -1,4 +1,4 @@
-"""The NCCL that this process has loaded, by its C functions."""
+"""The C functions of the NCCL library that this process has loaded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Call a function and return its result. Whole numbers are passed as pointers are."""
+    """Call a function and return its result. Pass whole numbers as pointers."""
     whole = [ctypes.c_void_p(one) if isinstance(one, int) else one for one in arguments]
     return int(getattr(library(), name)(*whole))
 

@@ -18,8 +18,8 @@ _LAYERS = str(Path(nn.__file__).parent)
 class MakesTensorsOn(TorchFunctionMode):
     """Tests and layers of torch make their tensors on a device, if they name none.
 
-    Values are drawn on the host, so they are those that a generator of the host gives there. Other
-    callers, such as fsdp_ext, are left alone. `torch.set_default_device` would change these, too.
+    Values are drawn on the host, so they equal those of a generator of the host. Other callers,
+    such as fsdp_ext, are left alone. `torch.set_default_device` would change other callers, too.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -49,7 +49,7 @@ EXACT = Tolerance(0.0, 0.0)
 DATACLASSES = (
     "torch 2.11's does not look for tensors in dataclasses" if torch.__version__ < "2.12" else None
 )
-# How much differences in the last place grow in as many steps, by the lowest precision used.
+# How much differences in the last place grow over as many steps, by the lowest precision used.
 ROUNDING = {
     torch.float64: Tolerance(1e-13, 1e-14),
     torch.float32: Tolerance(5e-6, 1e-6),
@@ -59,13 +59,13 @@ ROUNDING = {
 
 
 def tolerance(world_size: int, dtype: torch.dtype = torch.float32) -> Tolerance:
-    """Return how much two systems may differ that compute the same in another order.
+    """Return how much two systems may differ that add in different orders.
 
     On 1 and 2 ranks they are equal: a sum of two commutes, and the scale is a power of two, so it
     does not matter whether it is applied before the sum (fsdp_ext) or after it (gloo's AVG). On 3
     ranks it does matter. On 3 and 4 ranks gloo's ring also cuts the buffer into equal segments and
     begins the sum of each with another rank, so a layout's padding changes the order of summation
-    of a few elements. Both cause errors in a few last places, which grow in as many steps.
+    of a few elements. Both cause errors in the last few places, which grow over as many steps.
 
     Args:
         world_size: number of ranks.
@@ -190,7 +190,7 @@ class Run:
         """Reshard all parameters."""
 
     def recover(self) -> None:
-        """Do what the system asks of its user after an exception, besides `zero_grad`."""
+        """Recover after an exception as the system asks its user to, besides `zero_grad`."""
 
     def recorded(
         self, values: Iterable[Tensor] = (), copy: Callable[[Tensor], Tensor] | None = None

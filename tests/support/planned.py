@@ -1,4 +1,4 @@
-"""Compares what training allocates with what plan says."""
+"""Compares the allocations of training with those that plan predicts."""
 
 from __future__ import annotations
 

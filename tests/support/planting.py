@@ -1,4 +1,4 @@
-"""What the tools that plant faults in a copy of the project share.
+"""Helpers of the tools that plant faults in a copy of the project.
 
 tools/plant_faults.py plants faults of logic, and tests/emulated_gpu/planted_faults.py those of
 ordering.
@@ -42,7 +42,7 @@ def write_table(path: Path, rows: Mapping[str, object]) -> None:
 
 
 def place_of(text: str, old: str, fault: str, file: str) -> int:
-    """Return where the text that a fault replaces begins.
+    """Return the position of the text that a fault replaces.
 
     Raises:
         SystemExit: unless it is there exactly once.
@@ -85,7 +85,7 @@ def run_limited(
 
 
 def what_failed(output: str, status: int | None) -> tuple[str, str]:
-    """Return what saw a fault in a run of pytest, and the line that says so."""
+    """Return what detected a fault in a run of pytest, and the line that says so."""
     if match := re.search(r"(nothing orders|the host has written) .*", output):
         return "the checker", shortened(match[0])
     if status is None:
@@ -99,6 +99,6 @@ def what_failed(output: str, status: int | None) -> tuple[str, str]:
 
 
 def shortened(line: str) -> str:
-    """Return a line without what differs between runs, for a table."""
+    """Return a line without the parts that differ between runs, for a table."""
     line = re.sub(r"_ZN\w*?([a-z]+_kernel)\w*", r"\1", line)
     return re.sub(r" at 0x\w+| \(cudaError\w+\)", "", line).strip()[:240]

@@ -21,7 +21,7 @@ STEPS = 5
 # The first ones, which FSDP2 can run as well; of the first ninety it fails at seven (outputs that
 # are views and changed in place, units it gathers too late).
 PROGRAMS = 17
-# What a step does beside a forward, a backward and an optimizer step.
+# The events of a step beside a forward, a backward and an optimizer step.
 DEEDS = [
     "nothing else",
     "no sync",

@@ -36,7 +36,7 @@ DEEDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What ranks may choose for themselves, besides experts."""
+    """The choices that ranks may make, besides experts."""
 
     inputs: str  # whose batches require gradients: "all", "none" or "some" ranks'
     joins: bool  # to leave parts out with join_empty
@@ -54,7 +54,7 @@ class Kind:
 
 
 class Planned(Exception):
-    """What forwards and backwards raise on purpose."""
+    """The error that forwards and backwards raise on purpose."""
 
 
 class Route(NamedTuple):
@@ -171,8 +171,8 @@ class Branch(Part):
     def can_be_joined(self) -> bool:
         """Whether every unit inside runs once, in the order of registration, and none is cut off.
 
-        If all ranks that run this branch cut a part of it off the loss, a rank that joins the
-        branch as a whole still waits for that part's gradients. Ranks have to ask for that.
+        If all ranks that run this branch cut a part of it off the loss, a rank that joins the whole
+        branch still waits for that part's gradients. Ranks have to ask for that.
         """
         runs_once = all(repeats == 1 for repeats in self.repeats)
         is_whole = self.kind.cuts != "all" or not any(self.cuts)
@@ -281,7 +281,7 @@ class Program:
         return f"seed {self.seed} on {tuple(self.mesh.shape)}"
 
     def shard_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows. Each rank compares its own, so this needs no collective."""
+        """Return this rank's rows. Each rank compares its own, so no collective is needed."""
         rows = math.ceil(whole.shape[0] / self.mesh.size(-1))
         return whole[self.mesh.get_local_rank(-1) * rows :][:rows]
 
@@ -324,7 +324,7 @@ class Program:
         self.compare(f"{self}, step {step}, {deed}")
 
     def plan_exception(self, deed: str, models: list[Any]) -> None:
-        """Have the trunk of these models raise in forward or in backward, or neither for ""."""
+        """Have the trunk of these models raise in forward or in backward; "" for neither."""
         before = self.rng.randint(0, len(self.reference.trunk.parts))
         for model in models:
             model.trunk.raises_before = before if deed.startswith("forward") else None

@@ -1,4 +1,4 @@
-"""What a rank's process does: it joins a process group for each call, runs it and answers.
+"""A rank's process: it joins a process group for each call, runs the call and answers.
 
 Both ends of the pipe follow one protocol. For each call the rank receives a `Call`, sends its
 answer, receives "leave" when all ranks have answered, and sends "left". It ends when the pipe is
@@ -35,7 +35,7 @@ GPU_COLLECTIVE_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands among the ranks of its pool."""
+    """The place of a process among the ranks of its pool."""
 
     rank: int
     world_size: int
@@ -48,13 +48,13 @@ class Place:
 
     @property
     def output(self) -> Path:
-        """The file with what the rank has printed in the current call."""
+        """The file with the rank's output in the current call."""
         return Path(self.directory) / f"rank{self.rank}.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What all ranks run next."""
+    """The next call of all ranks."""
 
     run_id: str
     timeout_s: float
@@ -78,8 +78,8 @@ def main(place: Place, pipe: Connection) -> None:
         # For a rank whose parent is gone.
         faulthandler.dump_traceback_later(call.timeout_s + 2 * GRACE_S, exit=True, file=2)
         pipe.send_bytes(pickle.dumps(_answer(place, call, store)))
-        # A rank that failed stays, so that its peers do not fail for want of it before it is heard.
-        # The parent kills it here.
+        # A failed rank stays, so that its peers do not fail for its absence before its error is
+        # read. The parent kills it here.
         pipe.recv_bytes()
         dist.destroy_process_group()
         if place.shared:

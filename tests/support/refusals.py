@@ -18,7 +18,7 @@ NO_BOOLS = ("x", None, 2, -1, 1.5, [], torch.ones(2))
 NO_COUNTS = ("x", -1, 1.5, [], True, HUGE)
 NO_FUNCTIONS = ("x", 2, [])
 BAD_DTYPES = (torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64)
-# A message ends by saying what to do.
+# A message ends with advice.
 ADVICE = re.compile(
     r"\b(Pass|Leave|Call|Make|Choose|Keep|Shard|Run|Take|Replace|Return|Put|Use|Did you)\b"
 )
@@ -87,7 +87,7 @@ def assert_same(model: nn.Module, twin: nn.Module) -> None:
 
 
 def state_of_module(model: nn.Module) -> list[object]:
-    """Return what ``fully_shard`` changes in a module."""
+    """Return the attributes of a module that ``fully_shard`` changes."""
     return [
         (
             module,

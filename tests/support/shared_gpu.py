@@ -1,4 +1,4 @@
-"""What several ranks need to share one GPU.
+"""The environment in which several ranks share one GPU.
 
 It imports nothing, so that tools/gpu_environment.py can try it without fsdp_ext.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 
 def variables(rank: int, nccl: tuple[int, ...], interface: str, log: str) -> dict[str, str]:
-    """Return the variables with which NCCL lets a rank share its GPU. Set them before it is used.
+    """Return the variables with which NCCL lets a rank share its GPU. Set them before NCCL is used.
 
     NCCL refuses two ranks on a GPU of one host, so each rank names a host of its own, and they talk
-    over sockets. From 2.30.3 on it can be told to allow it. That is for functional tests alone: it
+    over sockets. From 2.30.3 on it can be told to allow it. This serves functional tests alone: it
     says nothing about speed.
 
     Args:
