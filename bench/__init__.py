@@ -17,8 +17,8 @@ and it may have
     TITLE                   the benchmark's name in its JSON, by default the module's name
 
 The first line of its docstring is the question. The rest explains the method and the columns.
-`bench.harness` has what all benchmarks share, `bench.models` the models and systems that they
-measure. A benchmark may import both, and fsdp_ext, but no other benchmark. Start with `pack`.
+`bench.harness` has the parts that all benchmarks share, `bench.models` the models and systems that
+they measure. A benchmark may import both, and fsdp_ext, but no other benchmark. Start with `pack`.
 """
 
 import sys

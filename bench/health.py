@@ -70,8 +70,8 @@ def shard(
 
     Args:
         model: to shard.
-        dtype: of the computation.
-        device: of this rank.
+        dtype: the dtype of the computation.
+        device: this rank's device.
         every: every how many steps are checked.
         calls_health: whether to call `health` after each backward.
     """
@@ -95,7 +95,7 @@ def rows_of(seconds: dict[str, list[float]], training: Training) -> list[dict[st
     """Return a row for each system.
 
     Args:
-        seconds: of each step, by system. Those at the same place are of the same turn.
+        seconds: the times of each step, by system. Values at the same place are of the same turn.
         training: any of the systems.
     """
     base = Timing.of(seconds[UNCHECKED])

@@ -188,7 +188,7 @@ def measure_record(
         record: one of `RECORDS`.
         repeats: pairs of blocks.
         overhead_us: the overhead of a unit of 16 parameters, in microseconds, for the ratio.
-        device: where the model is.
+        device: the model's device.
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
     unsharded = make_model(RECORD_LAYERS, RECORD_UNITS).to(device)

@@ -4,9 +4,9 @@ The transformer of examples/gpt_model.py trains ten steps. Each system runs in p
 so that peaks do not mix. A row shows the rank that needs the most memory.
 
 On the CPU (two ranks, or --ranks N) the figures are the resident set (/proc/self/status). "peak" is
-VmHWM since the model was built and sharded; the others are VmRSS after a step. The process's memory
-before that is subtracted: by then it had trained a tiny model without any system, so that torch's
-code was loaded. A page of shared memory counts in each process that has touched it.
+VmHWM since the model was built and sharded; the others are VmRSS after a step. The process's
+initial memory is subtracted: by then it had trained a tiny model without any system, so that
+torch's code was loaded. A page of shared memory counts in each process that has touched it.
 
 On a GPU (as many ranks as GPUs) the figures are the bytes that torch's allocator has reserved.
 "allocated", "split" (inactive parts of blocks in use), retries, and cudaMallocs after the third
@@ -79,7 +79,7 @@ def forget_peak(device: torch.device) -> bool:
 
 
 class Gauge:
-    """Measures the memory of this process, beyond what it had when the gauge was made."""
+    """Measures the memory that this process has gained since the gauge was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

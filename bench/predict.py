@@ -6,7 +6,7 @@ cost of a collective by itself is measured, alpha + S / beta (python -m fsdp_ext
 
 Then a transformer, the fit model, trains. The ledger of its steps gives two more costs: how many
 times as long collectives take within a step, where compute needs the same cores ("in steps"), and
-what packing costs for each byte. The contention of planner.schedule.predict is set so that the fit
+the cost of packing a byte. The contention of planner.schedule.predict is set so that the fit
 model's own step is predicted correctly.
 
 Finally, fsdp_ext.plan predicts the other models. Their compute time is that of unsharded replicas
@@ -111,7 +111,7 @@ class Step:
         self.backward: list[float] = []
 
     def run(self, keep: bool = True) -> None:
-        """Run one step on all ranks at once, without gradients of the step before."""
+        """Run one step on all ranks at once, without gradients of the previous step."""
         for parameter in self.model.parameters():
             parameter.grad = None
         dist.barrier()

@@ -204,7 +204,7 @@ def count_graphs() -> int:
 
 
 def transport_of(training: Training) -> str:
-    """Return what the ranks communicate over, as the table calls it."""
+    """Return the transport of the ranks, by its name in the table."""
     backend = "nccl" if training.device.type == "cuda" else "gloo"
     if isinstance(training.model, fsdp_ext.FSDPModule):
         used = fsdp_ext.profile(training.model).transport

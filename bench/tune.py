@@ -119,7 +119,7 @@ def row_of(case: Case, simulated: bool, quick: bool) -> dict[str, Any]:
         return trial.race(root, dict.fromkeys(choices), needed)
 
     choices = settings(root)[1::4] if quick else settings(root)
-    first = race(choices, STEPS)  # without those that memory ran out with
+    first = race(choices, STEPS)  # without settings that ran out of memory
     ordered = sorted(first, key=lambda choice: first[choice])
     finalists = ordered[:FINALISTS]
     of_table = [*finalists, ordered[-1], default, chosen]

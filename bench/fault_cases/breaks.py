@@ -198,7 +198,7 @@ class Fragile(Stack):
 
 
 def fail(case: Case, model: Any, where: str) -> None:
-    """Let a step fail on all ranks, as a script does that catches the exception and goes on."""
+    """Fail a step on all ranks, as in a script that catches the exception and continues."""
     parameters = list(model.parameters())
     model.fails = where
     with contextlib.suppress(OnPurpose):

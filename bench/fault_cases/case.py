@@ -34,7 +34,7 @@ class Case:
 
         Args:
             system: `OURS` or `FSDP2`.
-            transport: of ours.
+            transport: the transport of ours.
             tell: is called with the time when the fault begins, in case the process crashes.
         """
         self.system = system
@@ -75,14 +75,14 @@ class Fault:
     """Something that goes wrong, and how to provoke it.
 
     Attributes:
-        name: what the user, or a rank, does.
-        kind: what it would lead to without a mend.
-        provoke: runs on each rank. It returns if everything is right.
-        transports: those of fsdp_ext that the fault is provoked with.
+        name: the action of the user or a rank.
+        kind: the outcome without a remedy.
+        provoke: runs on each rank, and returns if all results are right.
+        transports: the transports of fsdp_ext with which the fault is provoked.
         quick: whether `--quick` has it.
         lost: ranks that are killed on purpose.
         not_fsdp2: why FSDP2 cannot have it; empty if it can.
-        open: why fsdp_ext has no mend for it; empty if it has.
+        open: why fsdp_ext has no remedy for it; empty if it has one.
     """
 
     name: str

@@ -171,7 +171,7 @@ def _run_rank(fault: Fault, place: Place, rank: int, pipe: Connection) -> None:
 
 
 def silence() -> None:
-    """Drop what a rank prints: warnings, and what C++ writes before it aborts."""
+    """Drop a rank's output: warnings, and C++ messages before it aborts."""
     if "FSDP_BENCH_SHOW" not in os.environ:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)

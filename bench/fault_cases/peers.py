@@ -95,7 +95,7 @@ def evaluate_alone(case: Case) -> None:
 
 
 def skip_a_failed_step_alone(case: Case) -> None:
-    """Let a step of rank 1 alone fail, which catches the exception and goes on."""
+    """Fail a step on rank 1 alone, which catches the exception and continues."""
     act_alone(case, lambda model: fail(case, model, "forward"))
 
 

@@ -30,7 +30,7 @@ KIND = "wrong numbers"
 
 
 class Experts(nn.Module):
-    """A layer of which each forward uses one of two experts."""
+    """A layer that uses one of two experts in each forward."""
 
     def __init__(self) -> None:
         super().__init__()

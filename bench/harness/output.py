@@ -93,7 +93,7 @@ def drop_stdout() -> None:
 
 
 def fault_of_target(path: str) -> str | None:
-    """Return why `path` cannot be written, or None if nothing speaks against it."""
+    """Return why `path` cannot be written, or None if it can."""
     target = Path(path)
     if target.is_dir():
         return f"needs a file and got the directory {path}; name a file in it"
@@ -147,9 +147,9 @@ def picture(path: str, title: str, columns: int = 1, height: float = 4.8) -> Ite
 
     Args:
         path: the file; its suffix, one of `PICTURES`, is the format.
-        title: of the whole picture.
+        title: the title of the whole picture.
         columns: the number of axes, side by side.
-        height: of the picture, in inches; a column is 6.4 wide.
+        height: the picture's height in inches; a column is 6.4 wide.
 
     Raises:
         OSError: if the file cannot be written.

@@ -57,7 +57,7 @@ class Child:
 
         Args:
             command: the program and its arguments.
-            ranks_in: where ranks write their process ids; None if the process has no ranks.
+            ranks_in: the folder of the ranks' process ids; None if the process has no ranks.
             variables: to add to the environment.
         """
         if _stopping.is_set():  # another thread is ending this process: start nothing more
@@ -124,7 +124,7 @@ def start_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
 
     Args:
         module: calls `register` first, and `leave` at its end.
-        arguments: of the module.
+        arguments: the module's arguments.
         ranks: their number, all on this host.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

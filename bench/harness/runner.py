@@ -76,7 +76,7 @@ class Run:
             self.say_progress(row)
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Keep these rows instead of all before."""
+        """Keep these rows instead of all earlier ones."""
         with self.lock:
             self.rows[:] = rows
             self.say_progress({})

@@ -92,7 +92,7 @@ class System:
         loss.backward()
 
     def timed_step(self, tokens: Tensor) -> Taken:
-        """Run one step on all ranks at once, without gradients of the step before."""
+        """Run one step on all ranks at once, without gradients of the previous step."""
         for parameter in self.model.parameters():
             parameter.grad = None
         dist.barrier()

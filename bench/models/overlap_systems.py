@@ -46,7 +46,7 @@ class Case:
 
     Args:
         system: `OURS`, or one of `PEERS`.
-        shape: of the model.
+        shape: the model's shape.
         world_size: simulated ranks.
         ratio: compute / simulated wire, from which the link is made.
         prefetch: `fully_shard`'s argument, for ours.
@@ -72,7 +72,7 @@ class Opened:
         wires: number of links, each of the full bandwidth, that can be busy at the same time.
         buckets: bytes of each bucket's gather (of all ranks together), in order of forward.
         bucket_bytes: the limit of a bucket, for ours.
-        models: those of free and of wired, if profile can record them.
+        models: the models of `free` and `wired`, if profile can record them.
     """
 
     free: Callable[[], None]

@@ -344,7 +344,7 @@ def simulated_group(
     Args:
         world_size: the number of simulated ranks.
         link: between the ranks.
-        rank: of this process.
+        rank: the rank of this process.
         reductions_in_flight: how many reductions may be in flight when one returns (see the
             docstring of this module); 0: they block.
 

@@ -56,7 +56,7 @@ def adamw(parameters: Any, device: torch.device) -> torch.optim.Optimizer:
 
 
 def mesh_of(device: torch.device, replicas: int) -> DeviceMesh:
-    """Return the mesh of all ranks: 2-D with replicas, of which each set shards the model."""
+    """Return the mesh of all ranks: with replicas it is 2-D, and each set shards the model."""
     ranks = dist.get_world_size()
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
     names = ("shard",) if replicas == 1 else ("replicate", "shard")
@@ -96,10 +96,10 @@ def shard_ours(
 
     Args:
         model: to shard.
-        dtype: of the computation.
-        device: of this rank.
+        dtype: the dtype of the computation.
+        device: this rank's device.
         kept: keep parameters gathered after forward.
-        transport: of all units; None for the default.
+        transport: the transport of all units; None for the default.
         replicas: how many ranks have the same shard.
         offload: have shards and gradients on the host.
     """
@@ -131,8 +131,8 @@ def shard_fsdp2(
 
     Args:
         model: to shard.
-        dtype: of the computation.
-        device: of this rank.
+        dtype: the dtype of the computation.
+        device: this rank's device.
         kept: keep parameters gathered after forward.
         defaults: change no setting.
         replicas: how many ranks have the same shard.
@@ -176,8 +176,8 @@ def shard_fsdp1(
 
     Args:
         model: to shard.
-        dtype: of the computation.
-        device: of this rank.
+        dtype: the dtype of the computation.
+        device: this rank's device.
         replicas: how many ranks have the same shard.
     """
     from torch.distributed.fsdp import (
@@ -241,7 +241,7 @@ def systems_for(device: torch.device, ranks: int, replicas: int = 1) -> dict[str
     """Return the systems to measure there, in the order of the tables.
 
     Args:
-        device: of the ranks.
+        device: the ranks' device.
         ranks: their number.
         replicas: how many ranks have the same shard, for hybrid sharding.
     """

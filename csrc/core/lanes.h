@@ -1,5 +1,5 @@
-// What all schedules over one group of ranks share: the device and two lanes, one for gathers and
-// one for reductions.
+// The state that all schedules over one group of ranks share: the device and two lanes, one for
+// gathers and one for reductions.
 //
 // Note [lanes]
 // Ranks match collectives by their order on a communicator. A lane is one such order: all schedules

@@ -95,7 +95,7 @@ class Stream {
   // Blocks the calling thread until all issued work is done. Throws if any of it has failed.
   virtual void synchronize() = 0;
 
-  // What the next work comes behind, on a GPU: Note [what work comes behind].
+  // The collectives that the next work comes behind, on a GPU: Note [what work comes behind].
   virtual Behind behind() { return {}; }
   // Collective `number` of `lane` was issued to this stream, and ends only if all ranks take part.
   virtual void add_collective(int /*lane*/, std::uint32_t /*number*/) {}
@@ -140,7 +140,7 @@ inline bool Stream::mark_and_wait(Moments& moments, std::size_t number, Event& e
   return wait(event, what);
 }
 
-// A copy of `count` pieces of memory. Each piece lies one step behind the one before.
+// A copy of `count` pieces of memory. Each piece lies one step behind the previous one.
 struct Move {
   static constexpr int kAllPieces = -1;
 
@@ -231,8 +231,8 @@ class Device {
     transfer(stream, duration, /*moves=*/{}, /*multiprocessors=*/0);
   }
 
-  // Begin and end a named range of what the calling thread issues, for the profilers of the
-  // hardware; see Range.
+  // Begin and end a named range of the work that the calling thread issues, for the profilers of
+  // the hardware; see Range.
   virtual void push_range(const std::string& /*name*/) {}
   virtual void pop_range() {}
 

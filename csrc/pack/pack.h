@@ -29,7 +29,7 @@ namespace fsdp {
 // parameter, and the gradient's address is that of the first rank's part. A stride of 0 stands for
 // whole chunks.
 
-// Where one parameter's gradient goes in the rank-major reduce input. All figures are elements.
+// The place of one parameter's gradient in the rank-major reduce input. All figures are elements.
 struct PackEntry {
   std::int64_t numel = 0;        // elements of the gradient (R * q)
   std::int64_t chunk_numel = 0;  // elements of one rank's chunk (c * q)
@@ -45,7 +45,7 @@ struct PackPlan {
   std::shared_ptr<const void> table;  // the packer's own, see prepare
 };
 
-// Where one parameter's chunks go, from the rank-major staging buffer to the parameter's own
+// The places of one parameter's chunks in the rank-major staging buffer and in the parameter's own
 // region. All sizes are bytes.
 struct UnpackEntry {
   std::size_t chunk_bytes = 0;
@@ -83,8 +83,8 @@ enum class CastMode : std::uint8_t {
   Skip,
 };
 
-// Where pack marks the gradients that have NaN or Inf. Pack reads every element anyway, so this
-// needs no pass of its own.
+// The place where pack marks the gradients that have NaN or Inf. Pack reads every element anyway,
+// so this needs no pass of its own.
 struct NonfiniteMarks {
   std::uint64_t* of_entries = nullptr;  // on the packer's device; nullptr: nothing is noted
   std::uint64_t mark = 0;  // written for each entry with NaN or Inf; others keep theirs

@@ -1,5 +1,5 @@
-// What happens to one element, and how many elements a rank has. Every packer uses these functions,
-// on the host and on GPUs.
+// The arithmetic on one element, and the number of elements of a rank. Every packer uses these
+// functions, on the host and on GPUs.
 #pragma once
 
 #include <cstdint>

@@ -59,7 +59,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void ensure_backward(const torch::autograd::Node* node = nullptr);
   GraphCalls& graph_calls() { return graph_calls_; }
   bool has_gradient_setting_changed() const;
-  // Python has looked at the modules as they are now.
+  // Python has checked the current modules.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
   // Cleans up if a forward or backward has failed: Pipeline::reset. Warns if gradients of earlier

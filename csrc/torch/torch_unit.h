@@ -136,7 +136,7 @@ class TorchUnit final : public UnitPort,
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
 
-  // Counts gradients that somebody has put into the unsharded parameters, as zero-bubble schedules
+  // Counts gradients that user code has put into the unsharded parameters, as zero-bubble schedules
   // of pipelines do after torch.autograd.grad.
   void adopt_gradients();
   // Gradients of backwards without gradient sync under FSDP1's wrapper.

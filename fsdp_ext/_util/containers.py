@@ -87,7 +87,7 @@ def _copy_of(mapping: Mapping[Any, Any], items: dict[Any, Any], changed: dict[An
     Args:
         mapping: the mapping.
         items: all items of the copy.
-        changed: those of them that differ from the mapping's.
+        changed: the items that differ from the mapping's.
     """
     if not isinstance(mapping, (dict, UserDict)):
         return mapping

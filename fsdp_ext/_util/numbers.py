@@ -37,7 +37,7 @@ def as_bool(caller: str, name: str, value: object) -> bool:
     Args:
         caller: the public function, for the message.
         name: its argument.
-        value: what was passed.
+        value: the value that was passed.
 
     Raises:
         TypeError: if that is anything else.

@@ -1,4 +1,4 @@
-"""What happens to process groups and threads when the interpreter ends.
+"""Lets gloo's worker threads finish before the interpreter ends.
 
 A worker thread of gloo frees the tensors of a collective after it has woken the waiting thread. If
 the interpreter ends in between, it ends the worker, which waits for the GIL, and the process is

@@ -1,4 +1,4 @@
-"""What a collective typically costs over each transport, and the bucket size that follows."""
+"""The typical cost of a collective over each transport, and the bucket size that follows."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def add_mesh_lanes(
     transport: Transport,
     of_mesh: dist.ProcessGroup,
 ) -> int:
-    """Give ``lanes`` those of another mesh, if they have none. All ranks of ``group`` call this.
+    """Give ``lanes`` the lanes of another mesh, if they have none. All ranks of ``group`` call
+    this.
 
     See Note [several meshes] in ``csrc/core/lanes.h``.
 
@@ -230,7 +231,7 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> d
     Args:
         group: the mesh's group.
         device: this rank's device.
-        user: what uses the group.
+        user: the only user of the group.
 
     Raises:
         RuntimeError: if a rank does not come within the group's timeout.

@@ -35,7 +35,7 @@ class Link:
             other groups. A collective over more than ``ranks`` ranks uses both links in turn.
         one_wire: whether a gather and a reduction at the same time share the bandwidth, as messages
             between hosts do. Otherwise each has it for itself.
-        source: where the figures are from.
+        source: the source of the figures.
 
     Raises:
         TypeError: if an argument has a wrong type.

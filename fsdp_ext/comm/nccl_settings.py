@@ -27,7 +27,7 @@ class NcclSettings:
         registers_buffers: whether long-lived buffers are registered, where NCCL can.
         gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl/nccl.h
             has. NCCL chooses fields that are not set.
-        reduce: the same for the reduce lane.
+        reduce: such fields for the reduce lane.
     """
 
     registers_buffers: bool = True

@@ -28,7 +28,7 @@ _VERSION_BYTES = 32
 
 _PROCESS_KEY = "fsdp_ext/process"
 
-# Seconds between two looks at the store. They become longer while nothing comes.
+# Seconds between two looks at the store. The intervals grow while nothing arrives.
 SHORTEST_PAUSE = 0.001
 LONGEST_PAUSE = 0.05
 # Seconds between two looks at whether a rank's process still exists.
@@ -60,8 +60,8 @@ def host_backend(group: dist.ProcessGroup) -> str:
 def machine() -> str:
     """Return an identifier of this machine that stays the same until it boots; "" if unknown.
 
-    Containers of one machine have the same identifier. Nor does a name tell machines apart: network
-    namespaces share it, and nothing keeps two machines from having one name.
+    Containers of one machine have the same identifier. A host name would not do: network namespaces
+    share it, and two machines may have one name.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -72,8 +72,8 @@ def _call_roll(group: dist.ProcessGroup, caller: str, timeout: timedelta) -> Non
 class _RollCall:
     """One roll call. A counter shows when all ranks have come, so no rank looks at every key.
 
-    The key of a rank says which call it makes. It is looked at if others wait for long. The last
-    rank that leaves deletes all keys.
+    The key of a rank says which call it makes. Other ranks read it only if they wait for long. The
+    last rank that leaves deletes all keys.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: Store, number: int, caller: str) -> None:

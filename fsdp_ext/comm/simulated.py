@@ -38,7 +38,7 @@ class Simulated:
     Args:
         world_size: how many ranks to simulate.
         link: the link that connects them; with replicas, those that shard the model together.
-        rank: which of them this process is.
+        rank: the rank of this process.
         multiprocessors: how many multiprocessors of a GPU a collective occupies while it runs, as
             NCCL's channels do. With 0, compute keeps all of them, as with copy engines.
         seed: seed of the link's jitter.

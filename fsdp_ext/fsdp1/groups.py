@@ -29,7 +29,7 @@ def resolve_group(
     device: torch.device | None,
     strategy: ShardingStrategy,
 ) -> DeviceMesh:
-    """Return the mesh that the groups or the mesh argument stand for.
+    """Return the mesh of the groups or of the mesh argument.
 
     All ranks call this if there are two groups, and with a hybrid strategy if there are none.
     """
@@ -167,7 +167,7 @@ def _ranks_by_host(said: Sequence[tuple[str, str]]) -> list[list[int]]:
     machine share a host.
 
     Args:
-        said: what each rank knows: LOCAL_WORLD_SIZE and its machine, "" if unknown.
+        said: each rank's LOCAL_WORLD_SIZE and its machine, "" if unknown.
     """
     sizes = [size for size, _ in said]
     ranks = range(len(said))

@@ -276,7 +276,7 @@ def wrap_children(
 
     Args:
         root: is not wrapped itself.
-        policy: of ``torch.distributed.fsdp.wrap``, or a callable.
+        policy: a policy of ``torch.distributed.fsdp.wrap``, or a callable.
         ignored: modules that are never wrapped.
         ignored_params: parameters that do not count.
         kwargs: arguments of the wrappers.

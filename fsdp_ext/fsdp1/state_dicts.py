@@ -293,7 +293,7 @@ class StateDictMethods:
 
         Args:
             optim_state_dict: a state with either.
-            optim_state_key_type: what the result has.
+            optim_state_key_type: the kind of keys in the result.
             model: any module, wrapped or not, whose parameters the optimizer has.
             optim_input: not used.
             optim: its optimizer. None: the parameters are numbered as the model has them.

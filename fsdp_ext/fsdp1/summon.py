@@ -192,7 +192,7 @@ def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
 
     Args:
         unit: the unit; units inside of it stay as they are.
-        how: what is summoned, and where.
+        how: the arguments of ``summon_full_params``.
         caller: name of the public function, for messages.
 
     Raises:

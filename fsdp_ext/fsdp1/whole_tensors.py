@@ -81,9 +81,9 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
     It shares memory with the ShardedTensor. Any other value is returned as it is.
 
     Args:
-        name: of the value.
+        name: the value's name.
         value: from a state dict.
-        param: that it belongs to.
+        param: the parameter that it belongs to.
 
     Raises:
         NotImplementedError: if this rank has another part of it than of ``param``.

@@ -462,7 +462,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         dtypes = [tensor.dtype for tensor in sharded + plain or self.parameters()]
         return total.to(reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else dtype)
 
-    # Not a method of FSDP1's. Errors of ranks that run different units name it.
+    # FSDP1 has no such method. Errors about ranks that run different units advise it.
     join_empty: Any = FSDPModule.join_empty
 
     def _expect_root(self, method: str) -> None:

@@ -37,8 +37,8 @@ class OffloadedStates:
 
     Args:
         optimizer: gets another ``step``.
-        units: those of the model.
-        device: where the optimizer steps.
+        units: the units of the model.
+        device: the device on which the optimizer steps.
     """
 
     def __init__(self, optimizer: Optimizer, units: list[Unit], device: torch.device) -> None:

@@ -84,7 +84,7 @@ def put_ours() -> None:
 
 
 def put_torchs() -> None:
-    """Undo :func:`put_ours`, and what others have assigned to the names since."""
+    """Undo :func:`put_ours`, and later assignments to the names by other code."""
     for name, objects in _unpatched.items():
         module = sys.modules[name]
         module.__class__ = ModuleType

@@ -92,10 +92,10 @@ class Prediction:
 
     Args:
         step: the whole step.
-        compute: what the step would take if communication took no time.
+        compute: the time of the step if communication took no time.
         exposed: the difference of the two.
         wire: how long the lanes work, summed, with the copies around the wire.
-        spans: what each lane does when.
+        spans: the work of each lane, with its times.
     """
 
     step: float

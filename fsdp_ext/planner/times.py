@@ -37,7 +37,7 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
     Args:
         root: the planned units.
         found: their buckets and slots.
-        costs: what the parts of the step take.
+        costs: the costs of the parts of the step.
     """
     stages = [_stage(root, bucket, costs) for bucket in found["buckets"]]
     return predict(

@@ -49,8 +49,8 @@ class profile:
                 train_step(batch)
         prof.report()
 
-    Recording does not synchronise steps. The threads that do the work write down the times, or GPU
-    events do. They are read when the block ends. Replays of a CUDA graph are not recorded.
+    Recording does not synchronise steps. The threads that do the work, or GPU events, record the
+    times. They are read when the block ends. Replays of a CUDA graph are not recorded.
 
     Args:
         model: the root module, which has run forward before.
@@ -294,7 +294,7 @@ class profile:
     def to_json(self, path: str | Path | None = None) -> str | None:
         """Return all figures and spans as JSON, or write them to ``path``, whole or not at all.
 
-        Times are seconds. Those of spans are ``time.monotonic()`` of this rank's host.
+        Times are seconds. Times of spans are ``time.monotonic()`` of this rank's host.
 
         Raises:
             OSError: if ``path`` cannot be written.

@@ -375,9 +375,9 @@ def _explain_reduction(step: _Step, wait: Span) -> list[Exposure]:
 def _at_work(
     lanes: Sequence[Sequence[Span]], begin: float, end: float
 ) -> list[tuple[Span, float, float]]:
-    """Return when lanes worked between ``begin`` and ``end``, and on what, in order.
+    """Return the work of lanes between ``begin`` and ``end``, in order.
 
-    While a lane works, those after it do not count.
+    While a lane works, the lanes after it do not count.
     """
     if not lanes:
         return []

@@ -30,7 +30,7 @@ class Clocks:
 
     Args:
         common: numbers of the iterations that all ranks recorded.
-        alike: those of them in which all ranks recorded equally many collectives of each kind.
+        alike: the common ones in which all ranks recorded equally many collectives of each kind.
         offsets: for each rank, the seconds to add to its times to get times of rank 0's clock.
         rank: this rank.
     """

@@ -208,7 +208,7 @@ def _fitting(name: str, share: float) -> str:
     """Return a name for a bar: whole, without its first parts, or empty if nothing has room.
 
     Args:
-        name: of a unit or a bucket.
+        name: the name of a unit or a bucket.
         share: the width of the bar, as a share of the picture's.
     """
     parts = name.split(".")

@@ -45,7 +45,7 @@ def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str
     Format" of the Chromium project; times are microseconds since the first iteration began.
 
     Args:
-        recording: what to show.
+        recording: the recording to show.
         beside: a trace of torch.profiler, whose events and time axis the result has, too.
     """
     events: list[dict[str, Any]] = []

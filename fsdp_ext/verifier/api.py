@@ -101,7 +101,7 @@ def verify(
         ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
             or another argument cannot be used, or ranks have different parameters.
         NotImplementedError: without a process group, with PyTorch 2.11.
-        Exception: what the unsharded model raises.
+        Exception: any error of the unsharded model.
     """
     check_model(model)
     verbose = as_bool("verify", "verbose", verbose)

@@ -35,9 +35,9 @@ class Site:
     """Where checks run.
 
     Args:
-        subject: what is checked.
+        subject: the subject of the check.
         peers: the ranks.
-        mesh: the same ranks, to shard over.
+        mesh: the mesh of these ranks, to shard over.
     """
 
     subject: Subject

@@ -1,14 +1,14 @@
 """The expected gradients of ranks, computed from unsharded models, and when they are exact.
 
 Note [what is exact]
-Every rank trains an unsharded copy beside its sharded one. What each rank computes alone has to
-agree bit for bit: losses, buffers, gradients of the batch, and parameters after the optimizer,
-since a gather changes no bit. Gradients are averages over ranks, so they depend on the order of
-additions. Over shared memory, composed collectives and threads, ranks are added in the order of
-their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any order
-gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere (NCCL,
-gloo's own collectives) a sum of N terms in any order differs from the exact one by less than (N -
-1) eps sum(|terms|), so two such sums differ by less than twice that.
+Every rank trains an unsharded copy beside its sharded one. Results that each rank computes alone
+have to agree bit for bit: losses, buffers, gradients of the batch, and parameters after the
+optimizer, since a gather changes no bit. Gradients are averages over ranks, so they depend on the
+order of additions. Over shared memory, composed collectives and threads, ranks are added in the
+order of their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any
+order gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere
+(NCCL, gloo's own collectives) a sum of N terms in any order differs from the exact one by less than
+(N - 1) eps sum(|terms|), so two such sums differ by less than twice that.
 """
 
 from __future__ import annotations

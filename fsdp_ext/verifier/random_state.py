@@ -15,10 +15,10 @@ class RandomState:
     """The generators of Python, torch and, if it is loaded, NumPy at one moment.
 
     Args:
-        of_python: that of ``random``.
-        of_torch: that of torch's generator of the host.
-        of_device: that of the generator of the current GPU; None without one.
-        of_numpy: that of ``numpy.random``; None if NumPy is not loaded.
+        of_python: the state of ``random``.
+        of_torch: the state of torch's generator on the host.
+        of_device: the state of the current GPU's generator; None without a GPU.
+        of_numpy: the state of ``numpy.random``; None if NumPy is not loaded.
     """
 
     of_python: Any

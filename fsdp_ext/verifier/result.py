@@ -12,13 +12,13 @@ class Check:
     """One check that was tried.
 
     Args:
-        name: what was tried.
+        name: the name of the check.
         ok: whether it went well; None if it was not tried.
-        detail: what differs, or why it was not tried; empty if everything agreed.
+        detail: the difference, or the reason for no check; empty if everything agreed.
         parameter: the first parameter, buffer or other tensor that differs; None if none does.
         values: how many elements the first rank compared.
         is_exact: whether they were compared bit for bit.
-        transport: what collectives travelled by; empty if it compares without any.
+        transport: the transport of the collectives; empty if there were none.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Verification:
         model: the name of the model's class.
         ranks: how many ranks there were.
         units: how many units the model had.
-        checks: what was tried, in order.
+        checks: the checks, in order.
     """
 
     model: str

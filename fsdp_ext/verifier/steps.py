@@ -36,8 +36,8 @@ class Difference:
     """The first thing that differs.
 
     Args:
-        parameter: the first parameter or buffer that differs; else what else does.
-        what: what differs first, where and by how much.
+        parameter: the first parameter, buffer or other value that differs.
+        what: the first difference: its place and size.
         rank: the first rank that sees it.
     """
 
@@ -67,7 +67,7 @@ class Compared:
         difference: the first difference of the lowest rank; None if everything was equal.
         values: how many elements this rank has compared.
         is_exact: whether all of them were compared bit for bit.
-        transport: what collectives travelled by; empty if none ran.
+        transport: the transport of the collectives; empty if none ran.
     """
 
     difference: Difference | None = None
@@ -106,7 +106,7 @@ class Trainee:
 
     Args:
         model: the copy.
-        subject: of which it is a copy.
+        subject: the subject that was copied.
         way: how it trains.
         weight: the factor of this rank's loss.
     """

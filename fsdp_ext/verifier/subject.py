@@ -72,7 +72,7 @@ class Subject:
         loss: makes a scalar of its output.
         unit_names: the modules that become units besides the model, in the order of sharding.
         settings: further arguments of ``fully_shard``.
-        device: where the copies are.
+        device: the device of the copies.
     """
 
     model: nn.Module

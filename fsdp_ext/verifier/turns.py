@@ -58,8 +58,8 @@ class Turns:
 
         Args:
             rank: the calling rank.
-            what: what the ranks do, for the message if they do different things.
-            value: that of this rank. Others read it until the next meeting.
+            what: the ranks' action, for the message if their actions differ.
+            value: this rank's value. Others read it until the next meeting.
 
         Raises:
             RuntimeError: if the ranks meet for different things, or one has ended.

@@ -51,9 +51,9 @@ class Work:
     """A worker of another test, which makes its tensors on the GPU.
 
     Attributes:
-        fact: what holds if it does not raise.
+        fact: the fact that holds if it does not raise.
         worker: a function that pickle finds by name.
-        args: what it is called with.
+        args: the worker's arguments.
     """
 
     fact: str
@@ -85,7 +85,7 @@ def train_cases(
     """Compare the cases with FSDP2 and the unsharded model, and return NCCL's log of each rank.
 
     Args:
-        cases: those to train, each with a fact of its own.
+        cases: the cases to train, each with a fact of its own.
         world_size: number of ranks.
         direct_bytes: parameters at least this large are gathered directly.
         directory: an empty folder for the outcomes of each rank. They are printed at the end, even

@@ -79,7 +79,7 @@ def run_ranks(
         worker: a function that pickle finds by name. It runs with the default process group set up
             and one intra-op thread.
         world_size: number of ranks, at least 1.
-        args: what the worker is called with, the same on every rank. They must pickle.
+        args: the worker's arguments, the same on every rank. They must pickle.
         timeout: seconds until ranks that have not finished are ended.
         device: "cpu" or "cuda".
         fresh: whether the call has processes of its own. It needs them if it kills a rank, or
@@ -89,7 +89,7 @@ def run_ranks(
             always fresh.
         hosts: two hosts, each of which gets half of the ranks; None for this one. Processes are
             always fresh.
-        variables: what to set in the environment before CUDA and NCCL are used. Processes are
+        variables: variables to set in the environment before CUDA and NCCL are used. Processes are
             always fresh.
 
     Raises:

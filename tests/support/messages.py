@@ -1,4 +1,4 @@
-"""Calls that raise or warn, and what their messages say."""
+"""Calls that raise or warn, and their messages."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class Case:
     """A fact: this model, sharded and trained like this, ends up as it does unsharded.
 
     Attributes:
-        fact: what holds, the name of the test.
+        fact: the fact that holds, which names the test.
         subject: makes the model. Pickle has to find this and all functions here by name.
         worlds: numbers of ranks, if not those of `each`.
         step: one training step. It returns what is compared besides gradients and parameters.

@@ -23,9 +23,9 @@ def write_copies(
 
     Args:
         names: the files, relative to both directories.
-        source: what is copied.
-        target: where the copy lies.
-        edited: what some files have in the copy instead.
+        source: the directory to copy from.
+        target: the directory of the copy.
+        edited: the text of files that differ in the copy.
     """
     for name in names:
         text = edited.get(name)

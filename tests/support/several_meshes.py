@@ -98,7 +98,7 @@ class Setup:
 
     Attributes:
         shape: the ranks of expert parallelism, and those that have the same experts.
-        kind: what experts are before they are sharded: "plain" parameters or "dtensor"s.
+        kind: the experts' kind before they are sharded: "plain" parameters or "dtensor"s.
         options: more arguments of each `fully_shard`.
         ours: arguments of ours alone.
         step: trains one step and returns values to compare.

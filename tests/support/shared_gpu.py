@@ -14,7 +14,7 @@ def variables(rank: int, nccl: tuple[int, ...], interface: str, log: str) -> dic
     says nothing about speed.
 
     Args:
-        rank: of this process, among the ranks that share the GPU.
+        rank: this process's rank among the ranks that share the GPU.
         nccl: the version of NCCL.
         interface: the network interface that ranks communicate over, usually "lo".
         log: a file for NCCL's log, from which tests assert the transport.

@@ -22,7 +22,7 @@
 
 namespace fsdp {
 
-// A board on which each rank can write a text that all ranks can read. It may be slow, and may
+// A board on which each rank can write a text that all ranks can read. Access may be slow, and may
 // throw.
 class Board {
  public:

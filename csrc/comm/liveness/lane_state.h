@@ -1,4 +1,5 @@
-// What a rank publishes about its lanes, and when two ranks wait for each other.
+// The state that a rank publishes about its lanes, and the test for two ranks that wait for each
+// other.
 //
 // Note [lanes that wait for each other]
 // Ranks that run different programs may wait for each other in different lanes: rank 0 in the

@@ -11,10 +11,10 @@
 
 namespace fsdp {
 
-// What all ranks do, in a sentence.
+// Describes the activity of all ranks in a sentence.
 std::string what_ranks_do(const std::vector<Peer>& peers);
 
-// For one wait of one rank.
+// Serves one wait of one rank.
 class LaneWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;

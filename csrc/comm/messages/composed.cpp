@@ -344,7 +344,7 @@ std::shared_ptr<void> ComposedCollectives::readable_place_of(void* memory,
 }
 
 // One round of an all-gather: offers `reach` bytes at `mine`, and calls copy_of(rank, offer) for
-// what each other rank of this host offers.
+// the offer of each other rank of this host.
 template <typename Copy>
 void ComposedCollectives::share_gathered(const char* mine, std::size_t reach, std::size_t bytes,
                                          const Copy& copy_of) {

@@ -30,7 +30,7 @@ struct MessageStaging {
   std::size_t bytes;         // of everything; a single rank needs none
 };
 
-// What both lanes of `ranks` ranks keep for messages.
+// The memory that both lanes of `ranks` ranks keep for messages.
 std::size_t message_staging_bytes(const TransportTraits& transport, int ranks);
 
 }  // namespace fsdp

@@ -76,8 +76,8 @@ static_assert(sizeof(Config) == 80 && offsetof(Config, traffic_class) == 44 &&
                   offsetof(Config, cta_policy) == 60,
               "ncclConfig_t has these offsets.");
 
-// What users may set for the collectives of one lane: fields of ncclConfig_t. NCCL chooses the
-// undefined fields.
+// User settings for the collectives of one lane: fields of ncclConfig_t. NCCL chooses the undefined
+// fields.
 struct LaneSettings {
   int min_ctas = kUndefined;  // thread blocks, which occupy a multiprocessor each
   int max_ctas = kUndefined;

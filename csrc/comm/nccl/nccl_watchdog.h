@@ -114,7 +114,7 @@ class NcclWatchdog {
     std::string advice;  // what to do if it takes longer; may be empty
   };
 
-  // What is wrong: an error in whole sentences, or something that takes longer than its limit.
+  // The fault: an error in whole sentences, or an operation that exceeds its limit.
   struct Finding {
     std::string error;
     std::string late;

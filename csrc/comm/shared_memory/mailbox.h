@@ -1,4 +1,4 @@
-// What one rank publishes for one communicator, and how peers read it.
+// The mailbox in which one rank publishes its state for one communicator, and how peers read it.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace fsdp {
 
-// What a rank posts about the collective that it runs.
+// A rank's post about its current collective.
 struct Operation {
   enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier };
 
@@ -46,7 +46,7 @@ class Activity {
   }
   std::uint32_t ended() const { return ended_.load(std::memory_order_acquire); }
   bool is_busy() const { return ended() != begun(); }
-  // Of the current collective, or else of the last one. Cut if it is long.
+  // The label of the current collective, or else of the last one. Cut if it is long.
   std::string label() const;
   // The labels of the last collectives, in their order.
   std::vector<std::string> labels() const;
@@ -103,10 +103,10 @@ bool has_reached(std::uint32_t seen, std::uint32_t round, const std::string& who
 Mailbox::State state_in(const Mailbox& mailbox, const std::string& who);
 std::string reason_in(const Mailbox& mailbox);
 
-// What the peer posted for `round`.
+// The peer's post for `round`.
 Operation operation_in(const Mailbox& mailbox, std::uint32_t round);
 
-// Where the peer's input is.
+// The address of the peer's input.
 const char* input_in(const PeerMemory& memory, const Operation& operation);
 
 }  // namespace fsdp

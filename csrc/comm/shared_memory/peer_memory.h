@@ -1,4 +1,4 @@
-// Memory of another rank, and checks of what that rank says about it.
+// Memory of another rank, and checks of that rank's statements about it.
 //
 // Note [peers are not trusted]
 // A rank that fails may write anything anywhere first, and the process group's store may hold what
@@ -18,7 +18,7 @@
 
 namespace fsdp {
 
-// Where to find an arena.
+// The address of an arena.
 struct ArenaAddress {
   ProcessIdentity process;
   std::uint64_t token = 0;  // also stored in the first bytes of the arena
@@ -26,7 +26,7 @@ struct ArenaAddress {
   std::int64_t fd = -1;  // of the process
 };
 
-// Where peers find a rank. Ranks exchange it as bytes.
+// The address of a rank. Ranks exchange it as bytes.
 struct PeerAddress {
   ArenaAddress arena;
   std::uint64_t mailboxes[2] = {};  // offsets in the arena, of the gather lane and the reduce lane

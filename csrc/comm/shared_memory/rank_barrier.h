@@ -44,7 +44,7 @@ class RankBarrier {
 
   // The host issues a collective, which will begin later.
   void issue_collective() { mine_.issuer.issue(); }
-  // Where waits for the lane are published.
+  // The place where waits for the lane are published.
   std::atomic<std::uint64_t>& blocked() { return mine_.issuer.blocked; }
   // Messages call the collective `what`, which must outlive it. All ranks must have the same `tag`.
   // Throws if this rank has aborted.

@@ -2,7 +2,7 @@
 // Peers read an input in the arena where it is: an all-gather reads each byte once and writes it
 // once, a reduce-scatter reads each byte once and writes the sum. An input outside the arena (a
 // tensor of the user's) goes piece by piece through a staging buffer in the arena, which costs one
-// more read and write. All ranks must choose the same way, which they do if they run the same
+// more read and write. All ranks must choose the same path, which they do if they run the same
 // program. If they differ, the collective fails with an error.
 
 #include "comm/shared_memory/shared_memory.h"

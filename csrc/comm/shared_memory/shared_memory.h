@@ -18,9 +18,9 @@ struct Mailbox;
 
 TransportTraits shared_memory_traits();
 
-// Where peers find this rank. Each rank makes its endpoint, the ranks exchange the addresses, and
-// then each rank connects. Mailboxes live until the process ends, since peers may read them at any
-// time.
+// This rank's address for peers. Each rank makes its endpoint, the ranks exchange the addresses,
+// and then each rank connects. Mailboxes live until the process ends, since peers may read them at
+// any time.
 class SharedMemoryEndpoint {
  public:
   // `global_rank` is this rank's number in the whole job, for messages. Throws an error with the

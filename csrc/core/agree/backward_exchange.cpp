@@ -100,7 +100,7 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
 
 void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
   const auto is_reduced = [](const auto& unit) { return unit->gradients.is_reduced(); };
-  // A captured graph replays one step, whose ranks were compared in the steps before.
+  // A captured graph replays one step, whose ranks were compared in earlier steps.
   if (!has_peers_ || lanes_.device->is_capturing() ||
       std::none_of(units.begin(), units.end(), is_reduced)) {
     return;

@@ -4,11 +4,11 @@
 //
 // Note [parameters that some ranks do not use]
 // A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
-// on every rank, but it does not tell whether the parameter has a gradient. It has one if any rank
-// used it. Otherwise its .grad stays as it is, for example None, and the optimizer leaves the
-// parameter alone. So each rank sends one bit for each trainable parameter. Ranks of other meshes
-// have other parameters, and do not count: Note [several meshes]. A rank that used every
-// parameter needs no answer, and on a GPU its host does not wait for one.
+// on every rank, but it does not tell whether the parameter has a gradient. The parameter has one
+// if any rank used it. Otherwise its .grad stays as it is, for example None, and the optimizer
+// leaves the parameter alone. So each rank sends one bit for each trainable parameter. Ranks of
+// other meshes have other parameters, and do not count: Note [several meshes]. A rank that used
+// every parameter needs no answer, and on a GPU its host does not wait for one.
 #pragma once
 
 #include <cstddef>

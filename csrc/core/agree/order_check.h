@@ -19,7 +19,7 @@ namespace fsdp {
 
 class OrderCheck {
  public:
-  // Ranks compare on `lane` and then, if there are replicas, on theirs: Note [replicas] in
+  // Ranks compare on `lane` and then, if there are replicas, on `replicas`: Note [replicas] in
   // core/reduce/reducer.h.
   OrderCheck(Device& device, Lane& lane, Lane* replicas);
 
@@ -42,7 +42,7 @@ class OrderCheck {
  private:
   struct Announcement;
   struct Order;
-  // The ranks of a lane, and what they said.
+  // The ranks of a lane, and their answers.
   struct Ranks {
     Lane* lane = nullptr;
     const char* noun = "";  // "rank", or "set" if they are replicas

@@ -1,4 +1,4 @@
-// Where the parameters of a bucket are gathered from: all ranks of its mesh, or a smaller group.
+// The source of a bucket's parameters: all ranks of its mesh, or a smaller group.
 #pragma once
 
 #include <cstddef>

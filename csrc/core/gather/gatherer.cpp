@@ -248,7 +248,7 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
   return slot;
 }
 
-// Null while a unit still uses the parameters that were gathered there before.
+// Null while a unit still uses the parameters that an earlier gather put there.
 Slot* Gatherer::acquire_persistent_slot(Bucket& bucket) {
   if (bucket.gather.persistent_slot_ == nullptr) {
     make_persistent_slot(bucket, bucket.gather.all_ranks_.communicator.allocate_alone(

@@ -72,7 +72,7 @@ class Gatherer {
 
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
-  // Forgets the issue times and refusals of the iteration before.
+  // Forgets the issue times and refusals of the previous iteration.
   static void forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
   void set_poison_released_slots(bool value) { poison_ = value; }

@@ -1,4 +1,4 @@
-// What a rank keeps of a bucket between forward and backward, if the user has asked for
+// The part of a bucket that a rank keeps between forward and backward, if the user has asked for
 // reshard_after_forward=k.
 //
 // Note [group shards]
@@ -15,7 +15,7 @@
 //   whose history, comparisons and tags cover them.
 // - What is kept is valid as long as a slot's contents are (Note [lazy reshard]), and for one
 //   backward. A reshard() of the user ends that, since a write through `.data` may be the reason
-//   for it. What is kept is never made in a forward without gradients, because no backward follows.
+//   for it. A forward without gradients makes no group shards, because no backward follows.
 #pragma once
 
 #include <memory>

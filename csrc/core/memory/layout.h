@@ -1,4 +1,4 @@
-// Where every element of a unit's parameters lies: in the flat shard, in the gather input, in the
+// The place of every element of a unit's parameters: in the flat shard, in the gather input, in the
 // unsharded buffer and in the reduce input. Pure arithmetic: no memory, no device.
 //
 // For world size N and a parameter of R rows with q elements a row, every rank's chunk has
@@ -206,7 +206,8 @@ class UnitLayout {
   // Note [group shards] in core/gather/group_shard.h. The gather input is what one of them keeps.
   // Nothing is cast, and nothing is trainable.
   UnitLayout regrouped(int ranks) const;
-  // Of a regrouped layout: copies what rank `rank` keeps of the unsharded buffer to a gather input.
+  // For a regrouped layout: copies the part of the unsharded buffer that rank `rank` keeps to a
+  // gather input.
   UnpackPlan keep_plan(int rank) const;
 
   // The offset of the part's segment in the unit's, in elements.

@@ -1,4 +1,4 @@
-// What this rank has issued on a lane: the last collectives, and a hash of all of them.
+// The collectives that this rank has issued on a lane: the last ones, and a hash of all.
 //
 // Note [collective tags]
 // Ranks match collectives by their order on a lane. If ranks run units of equal size in different
@@ -36,7 +36,7 @@ class CollectiveHistory {
   static constexpr std::size_t kKept = 16;
   using Records = std::array<IssuedRecord, kKept>;
 
-  // Adds a collective and returns its tag. `identity` is a hash of what the label says.
+  // Adds a collective and returns its tag. `identity` is a hash of the facts in the label.
   std::uint64_t add(std::uint64_t identity, const std::string& label, std::size_t bytes);
   void end_iteration() { iteration_ += 1; }
 

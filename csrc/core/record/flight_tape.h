@@ -1,4 +1,4 @@
-// What the lanes of one group of ranks have sent last: the newest collectives, and how far each is.
+// The newest collectives on the lanes of one group of ranks, and the progress of each.
 //
 // Note [flight records]
 // Our collectives bypass c10d, so PyTorch's Flight Recorder sees none of them. The tape records the

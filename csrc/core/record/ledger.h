@@ -157,7 +157,7 @@ class Ledger {
   void keep_times(std::size_t iterations, std::size_t moments, bool drained);
   bool has_times() const { return now_ != nullptr; }
   void begin_iteration();
-  // What happens from now on belongs to no iteration.
+  // Later work belongs to no iteration.
   void leave_iteration() { now_ = nullptr; }
   // Whether the iteration has so many moments that a new one should begin.
   bool is_full() const { return now_ != nullptr && now_->marked > kMostMoments; }

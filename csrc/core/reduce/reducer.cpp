@@ -449,7 +449,7 @@ bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>&
   });
 }
 
-// Other units keep what they have accumulated.
+// Other units keep their accumulated gradients.
 void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
   if (!bucket.reduction.accumulated_.any()) {
     return;

@@ -3,11 +3,11 @@
 //
 // Note [reduce hooks]
 // A hook sees the whole unit at once: behind the reduce-scatter and, if there are replicas, behind
-// the all-reduce. So a unit with a hook is reduced by itself. Buckets that are formed from then on
-// have it alone; in earlier ones it is a set of its own (Note [units that differ] in
+// the all-reduce. So a unit with a hook is reduced by itself. Buckets that are formed later contain
+// this unit alone; in earlier buckets it is a set of its own (Note [units that differ] in
 // core/reduce/reducer.h). If it travels in pieces, they are finished when all of them have arrived.
-// A hook may call collectives of its own, so it runs in the order of the lane, on the thread of
-// the lane's stream if that has one.
+// A hook may call collectives of its own, so it runs in the order of the lane, on the thread of the
+// lane's stream if that has one.
 //
 // Note [communication hooks]
 // FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed

@@ -17,10 +17,10 @@
 // - or UnitSettings::reduces_unused is set,
 // - or a call's output hides its tensors from hooks.
 // A rank that calls join_empty enters and leaves the unit like the others, and its result has the
-// same hooks as their outputs. So ranks may differ in what they use of a unit. But if they differ
-// in whether backward reaches the unit at all, the user has to ask, and a unit without trainable
-// parameters must not differ in that. If the graph contains nothing of a forward, that forward has
-// no steps, since its backward may come later.
+// same hooks as their outputs. So ranks may differ in which parts of a unit they use. But if they
+// differ in whether backward reaches the unit at all, the user has to ask, and a unit without
+// trainable parameters must not differ in that. If the graph contains nothing of a forward, that
+// forward has no steps, since its backward may come later.
 //
 // Note [reentrant checkpointing]
 // Reentrant checkpointing runs a region of forward without gradients, and once more, with
@@ -45,7 +45,7 @@
 
 namespace fsdp {
 
-// What autograd says about a backward when it begins.
+// Autograd's facts about a backward when it begins.
 struct BackwardGraph {
   std::vector<CallId> calls;  // whose outputs are in the graph
   bool is_whole = true;       // the graph contains all calls, and `calls` is empty

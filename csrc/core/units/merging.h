@@ -17,7 +17,7 @@
 
 namespace fsdp {
 
-// What must be equal for two units to share a bucket, and their size.
+// The properties that have to be equal for two units to share a bucket, and the unit's size.
 struct MergeTraits : BucketSettings {
   std::size_t bytes = 0;  // that all ranks together gather
   std::size_t limit = 0;  // for the bytes of this unit's bucket; 0: the unit shares with none

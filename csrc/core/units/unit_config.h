@@ -1,4 +1,4 @@
-// What a unit is made of, and its settings.
+// The parts of a unit, and its settings.
 #pragma once
 
 #include <cstddef>

@@ -194,7 +194,7 @@ def check_dtypes(
     """Check the dtypes of a policy for mixed precision.
 
     Args:
-        argument: what the user calls the policy.
+        argument: the name of the user's argument.
         policy: the policy.
         computed: names of its dtypes in which parameters are used or gradients are added.
         cast: names of its dtypes that tensors are only cast to.

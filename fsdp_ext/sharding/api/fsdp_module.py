@@ -333,7 +333,7 @@ class FSDPModule(TorchFSDPModule):
         change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do what :meth:`set_gradient_divide_factor` does. It is FSDP2's older name for it."""
+        """Call :meth:`set_gradient_divide_factor`; this is FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

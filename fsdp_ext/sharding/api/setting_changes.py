@@ -44,7 +44,7 @@ def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) ->
 
     Args:
         units: the module's units.
-        modules: what the user has passed.
+        modules: the user's argument.
         caller: the public method, for messages.
 
     Raises:

@@ -162,7 +162,7 @@ class GradientPlace:
 def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[DTensor]]:
     """Return a function that makes the sharded gradients at ``places`` of a flat gradient.
 
-    The C++ unit keeps the function, so it refers to nothing that refers to the unit.
+    The C++ unit keeps the function, so the function refers to nothing that refers to the unit.
     """
 
     @torch.inference_mode(False)

@@ -53,7 +53,7 @@ def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSett
 
     Args:
         name: the parameter's name.
-        part: what this rank has of it.
+        part: this rank's part of the parameter.
         dim: the sharded dimension.
         settings: the unit's.
     """
@@ -80,7 +80,7 @@ class OwnRows:
     Args:
         size: size of that memory, which is the same on all ranks.
         local: the rows, which begin it.
-        metadata: what ``fsdp_pre_all_gather`` has returned for ``fsdp_post_all_gather``.
+        metadata: the metadata from ``fsdp_pre_all_gather`` for ``fsdp_post_all_gather``.
     """
 
     size: torch.Size
@@ -188,7 +188,7 @@ class Extension:
 
     Args:
         param: the parameter, whose class has both methods.
-        ranks: those that share it.
+        ranks: the ranks that share the parameter.
         policy: the policy of its unit.
         dtype: the dtype of the unsharded parameter.
     """

@@ -219,7 +219,7 @@ def flat_gradient_maker(
     """Return a function that makes the gradient of a flat parameter: the whole flat gradient.
 
     Args:
-        dtype: of the gradient.
+        dtype: the gradient's dtype.
         is_trained: whether the flat parameter has a gradient.
     """
 

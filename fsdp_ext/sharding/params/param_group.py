@@ -134,7 +134,7 @@ class ParamGroup:
     def grad_dtype(self, param: Param) -> torch.dtype:
         """Return the dtype of the sharded gradient of ``param``.
 
-        It is the sharded parameter's or, if low-precision gradients are kept, the one that
+        It is the sharded parameter's dtype or, if low-precision gradients are kept, the dtype that
         ``param`` is computed with. A ``grad_dtype`` of its own comes first.
         """
         keeps_low = self.settings.keep_low_precision_grads

@@ -23,10 +23,10 @@ class _Copy:
 
     Args:
         unit: number of the parameter's unit.
-        place: where the parameter lies in the unit's layout.
+        place: the parameter's place in the unit's layout.
         gradient: the copy: a DTensor if the parameter was one before it was sharded.
         local: this rank's tensor of it.
-        version: what :meth:`count` returned when the copy was made.
+        version: the result of :meth:`count` when the copy was made.
     """
 
     unit: int
@@ -62,7 +62,7 @@ class PendingGradients:
         Args:
             impl: the C++ side.
             unit: the unit's number.
-            entries: what its layout in ``impl`` has places for.
+            entries: the entries of its layout in ``impl``.
         """
         parts = impl.accumulated(unit)
         if not parts:

@@ -33,7 +33,7 @@ class ShardedParam:
             extensions] in sharding/params/extensions.py. None for others, which lie in the flat
             shard.
         attributes: modules and the names of their attributes.
-        quantization: what bitsandbytes needs to compute with it; None for other parameters.
+        quantization: the state that bitsandbytes computes with; None for other parameters.
         awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
             [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
     """
@@ -112,7 +112,7 @@ def gradient_places(
     """Return where the gradients of the trainable parameters lie in the flat gradient.
 
     Args:
-        params: what the layout has places for; None stands for what extensions gather.
+        params: the layout's parameters; None stands for an input of an extension.
         layout: the unit's.
         dtype_of: returns the dtype of a parameter's gradient.
     """

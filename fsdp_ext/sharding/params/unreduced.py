@@ -96,7 +96,7 @@ def put(
     Args:
         impl: the C++ side.
         placed: for each unit, the entries that its layout in ``impl`` has places for.
-        unreduced: what :func:`take` returned for the other one.
+        unreduced: the result of :func:`take` for the other one.
     """
     if not unreduced:
         return

@@ -28,7 +28,7 @@ class AllReduceHook:
 
         Args:
             gradients: the tensor for the function.
-            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
         """
         with _on_stream(gradients.device, handle, self.stream):
             self.function(gradients)
@@ -50,8 +50,8 @@ class CommunicationHook:
         """Call the function where its work belongs.
 
         Args:
-            gradients: where the reduced gradients go. Without ``source`` it has those to reduce.
-            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            gradients: gets the reduced gradients; without ``source`` it has the ones to reduce.
+            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
             source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
                 rank after the other.
         """
@@ -86,8 +86,8 @@ class CustomCollective:
         """Let the object gather. The schedule calls this.
 
         Args:
-            output: where the rows of all ranks go.
-            handle: that of the stream of the gathers; 0 on the host, which runs this there.
+            output: gets the rows of all ranks.
+            handle: the handle of the gathers' stream; 0 on the host, which runs this on it.
             source: this rank's rows.
         """
         with _on_stream(output.device, handle, None):
@@ -101,8 +101,8 @@ class CustomCollective:
         """Let the object add up gradients. The schedule calls this.
 
         Args:
-            output: where this rank's rows of the sum go.
-            handle: that of the stream of the reductions; 0 on the host, which runs this there.
+            output: gets this rank's rows of the sum.
+            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
             source: the gradients, the rows of each rank one after another.
         """
         with _on_stream(output.device, handle, None):
@@ -148,7 +148,7 @@ def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -
     Args:
         device: the device of the tensors.
         handle: the native handle of the lane's stream; unused on the host.
-        stream: where the block runs; None stands for the lane's stream.
+        stream: the stream for the block; None stands for the lane's stream.
     """
     if device.type == "cpu":
         cpu_stream: Any = stream

@@ -1,1 +1,1 @@
-"""A unit and the root of all units of a model, and what they do at each step."""
+"""A unit and the root of all units of a model, and their work in each step."""

@@ -64,7 +64,7 @@ def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
     Args:
         unit: any unit of the model.
         caller: the function that the message names.
-        task: what the block does, for the message.
+        task: the block's task, for the message.
 
     Raises:
         OutOfMemory: if memory ran out on any rank.

@@ -1,4 +1,4 @@
-"""What ranks compare when a root is made, so that a difference is an error instead of a hang."""
+"""Comparisons of ranks when a root is made, so that a difference is an error instead of a hang."""
 
 from __future__ import annotations
 

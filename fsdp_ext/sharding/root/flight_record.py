@@ -23,7 +23,7 @@ def write_flight_record(model: nn.Module, path: str | Path | None = None) -> str
     Args:
         model: a sharded module that has run forward, or FSDP1's wrapper of one. The collectives of
             other models on this rank are in the file, too.
-        path: of the file, which is replaced. By default it is made of PyTorch's variable
+        path: the file's path; the file is replaced. By default it is made of PyTorch's variable
             ``TORCH_FR_DUMP_TEMP_FILE`` and the rank's number; see ``docs/reliability.md``.
 
     Returns:

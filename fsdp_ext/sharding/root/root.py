@@ -269,7 +269,7 @@ class Root(UnitTree):
     # - Settings
 
     def _resolve(self) -> RootSettings:
-        """Return the settings to run with. Those that are "auto" follow the choice of tune."""
+        """Return the settings to run with. Settings that are "auto" follow the choice of tune."""
         asked = self.units[0].settings
         is_auto = AUTO in (asked.bucket_bytes, asked.prefetch)
         if is_auto and (self.decision is None or self.decision.scope is Scope.AUTO):

@@ -109,7 +109,7 @@ class StepChecks:
 
     Args:
         every: every how many steps.
-        place: where the ranks lie.
+        place: the places of the ranks.
         compare: a weak reference to a method that calls :meth:`compare`. The schedule calls it at
             the end of a checked step, with the step's number and this rank's numbers of each unit.
     """
@@ -135,7 +135,7 @@ class StepChecks:
 
         Args:
             step: the step's number. The first one is 1.
-            numbers: what this rank has seen of each unit.
+            numbers: this rank's hashes of each unit.
             names: the units' names.
             all_gather: exchanges messages.
 
@@ -165,7 +165,7 @@ def _are_alike(numbers: torch.Tensor, place: Place) -> bool:
 
     Args:
         numbers: by rank, unit and field of :class:`StepChecksum`.
-        place: where the ranks lie.
+        place: the places of the ranks.
     """
     gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]
     by_set = shards.reshape(-1, min(place.in_set, len(shards)), shards.shape[1])

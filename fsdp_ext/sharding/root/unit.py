@@ -1,6 +1,7 @@
 """One unit in Python: its parameters as sharded DTensors over one flat shard.
 
-Everything here runs before training or between steps. ``csrc/torch`` has what runs in a step.
+Everything here runs before training or between steps. ``csrc/torch`` has the code that runs in a
+step.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Unit(ParamGroup):
         modules: the modules of the call.
         params: their parameters that are in no other unit, with names for error messages.
         shard_dims: the sharded dimension of each parameter that is not sharded on dimension 0.
-        ranks: those that share the parameters, and their replicas.
+        ranks: the ranks that share the parameters, and their replicas.
         device: this rank's device.
         settings: the settings that the user asked for.
     """
@@ -139,7 +140,7 @@ class Unit(ParamGroup):
     def core_hook(self, kind: str, run: Callable[..., None]) -> _C.UserCollective:
         """Return the C++ hook that calls the method ``run``.
 
-        It stays as long as the method does, because it holds an error until a wait. It must not
+        The hook lives as long as the method, because it holds an error until a wait. It must not
         keep the user's function, which may refer to the model.
         """
         method = weakref.WeakMethod(run)
