@@ -1,7 +1,7 @@
 """What happens when something goes wrong, after how long, and what does the message say?
 
 Each fault is provoked on two ranks of this host, in new processes, with fsdp_ext ("ours") and with
-FSDP2 over gloo. "what" is the worst that happened to a rank:
+FSDP2 over gloo. "what" is the worst outcome of a rank:
 
   right          the parameters are those of an unsharded model that trained on all ranks' batches
   raises         an exception, whose first line is the message

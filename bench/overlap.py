@@ -295,7 +295,7 @@ def milliseconds(microseconds: float) -> str:
 def plot(rows: list[Row], path: str) -> None:
     """Draw three panels: over the ratio, over the number of ranks, over prefetch and buckets.
 
-    Of two hosts, draw a panel a rate.
+    For two hosts, draw a panel for each rate.
 
     Raises:
         OSError: if the file cannot be written.

@@ -176,7 +176,7 @@ def pack_on_few(shapes: list[tuple[int, ...]], world_size: int, device: torch.de
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name as tables have it."""
+    """Return a dtype's name in tables."""
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 

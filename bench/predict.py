@@ -317,7 +317,7 @@ def row_of(measured: Measured, plan: fsdp_ext.Plan) -> dict[str, Any]:
 
 
 def figures_of(link: Link) -> dict[str, float]:
-    """Return a link's costs as the JSON has them."""
+    """Return a link's costs in the form of the JSON."""
     (alpha, beta), (reduce_alpha, reduce_beta) = link.costs()
     return {
         "alpha_us": alpha * 1e6,

@@ -164,7 +164,7 @@ def model_flops(model: Transformer, length: int) -> float:
 
 
 def ring(network: str, ranks: int) -> Link:
-    """Return the link that corresponds to a ring of so many ranks."""
+    """Return the link that corresponds to a ring of this many ranks."""
     busbw, nodes = PUBLISHED["networks"][network], math.ceil(ranks / NODE)
     across = busbw["across"] if nodes > 1 else math.inf
     algbw_of_busbw = ranks / (ranks - 1)

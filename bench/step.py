@@ -174,7 +174,7 @@ def run_in_turns(
     taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
     graphs = dict.fromkeys(trainings, 0)
     for _ in range(steps):
-        # The order is random: a system finds caches and threads as the one before left them.
+        # The order is random: a system finds the caches and threads of the previous one.
         for name in order.sample(list(trainings), len(trainings)):
             before = count_graphs()
             taken[name].append(trainings[name].timed_step())

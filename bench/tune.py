@@ -180,7 +180,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def within(rows: list[dict[str, Any]]) -> str:
-    """Return how many models are within the bound, and by how much the worst one is or is not."""
+    """Return how many models are within the bound, and the worst one's distance from it."""
     kept = [row for row in rows if figure(row, "of_best") <= BOUND]
     worst = max(rows, key=lambda row: figure(row, "of_best"))
     off = figure(worst, "of_best") - 1

@@ -21,7 +21,7 @@ Run = Callable[[nn.Module, int, int], Tensor]  # returns the loss of a model, a 
 
 
 class WrongNumbers(Exception):
-    """A result differs from that of the unsharded model."""
+    """A result differs from the unsharded model's."""
 
 
 class Case:

@@ -116,7 +116,7 @@ class RankProcess:
             self.outcome = Outcome(**said)
 
     def end(self) -> None:
-        """Let the rank leave, or end it."""
+        """Let the rank leave, or end the rank."""
         self.pipe.close()
         self._process.join(2)
         self._process.kill()
@@ -166,7 +166,7 @@ def _run_rank(fault: Fault, place: Place, rank: int, pipe: Connection) -> None:
     pipe.send(asdict(outcome))
     if outcome.what in ("right", "wrong numbers"):
         pipe.poll(LIMIT_S)  # the other rank may still need this one
-    # An exception ends the process of a script, too. The other rank may learn of it that way.
+    # An exception ends the process of a script, too. The other rank may notice this way.
     os._exit(0)
 
 

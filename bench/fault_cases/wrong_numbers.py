@@ -130,7 +130,7 @@ def swap_units_later(case: Case) -> None:
 
 
 class Joined(Stack):
-    """A stack that takes part for the layers that it leaves out."""
+    """A stack that joins collectives for the layers that it leaves out."""
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -155,7 +155,7 @@ def join_for_a_unit(case: Case) -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter with more than numbers, as quantised ones have it."""
+    """A parameter with more than numbers, such as a quantised one."""
 
     scale = 1.0
 

@@ -238,7 +238,7 @@ WHOLE = ("unsharded", "DDP")  # each rank has the whole model
 
 
 def systems_for(device: torch.device, ranks: int, replicas: int = 1) -> dict[str, Build]:
-    """Return the systems to measure there, in the order of the tables.
+    """Return the systems to measure on these ranks, in the order of the tables.
 
     Args:
         device: the ranks' device.

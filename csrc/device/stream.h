@@ -202,7 +202,7 @@ class Device {
     return [] {};
   }
 
-  // Returns a function that does what synchronize() does. It may be called after this object's end.
+  // Returns a function with the effect of synchronize(). It may be called after this object's end.
   virtual std::function<void()> synchronizer() const {
     return [] {};
   }

@@ -230,7 +230,7 @@ class CudaPacker final : public Packer {
     return *static_cast<const Table*>(table.get());
   }
 
-  // Launches the kernel as often as the entries need it.
+  // Launches the kernel until all entries are done.
   template <int kCapacity>
   void pack_with(void (*kernel)(PackWork, Addresses<kCapacity>), Stream& stream,
                  const PackPlan& plan, const void* const* gradients, PackWork work) {

@@ -289,7 +289,7 @@ class TileMover {
     return source_.base + cursor.start + cursor.within;
   }
 
-  // Reads a group. Returns false if Note [groups] does not allow it.
+  // Reads a group. Returns false if Note [groups] forbids it.
   FSDP_HOST_DEVICE bool load(const Cursor& cursor, std::uint32_t (&parts)[G::kParts],
                              int& shift) const {
     if (cursor.element < 0 || cursor.element + G::kSize > target_.valid ||

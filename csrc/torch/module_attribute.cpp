@@ -68,7 +68,8 @@ void ModuleAttribute::set_by_module(PyObject* value) const {
     if (!is_plain_) {
       return;
     }
-    // nn.Module.__setattr__ has registered a parameter. Optimizers must see the flat one alone.
+    // nn.Module.__setattr__ has registered a parameter. Optimizers must see only the flat
+    // parameter.
     const py::object parameters = module.attr("_parameters");
     if (PyDict_Contains(parameters.ptr(), name_.ptr()) == 1) {
       PyDict_DelItem(parameters.ptr(), name_.ptr());

@@ -3,7 +3,7 @@
 //
 // Note [held gradients]
 // The sharded gradients are the same tensors in every step, parts of the flat gradient. A user may
-// hold one after zero_grad(), or its local tensor, or a view of it. Then its numbers must not
+// hold one after zero_grad(), or its local tensor, or a view of it. Then the values in it must not
 // change. So before each reduction, references to gradients no longer in .grad are counted. If
 // there are more than the unit's own, user code holds the gradient. The holders keep the memory,
 // and the units of the bucket get a new flat gradient. If the user has asked for the flat gradient
@@ -59,7 +59,7 @@ class ShardedGradients {
   // Undoes share_memory_(): FlatTensor::reclaim.
   void reclaim() { flat_.reclaim(); }
 
-  // Drops the gradients, except those in .grad of a parameter. The next reduction makes them.
+  // Drops the gradients, except those in .grad of a parameter. The next reduction makes new ones.
   void release() { gradients_.clear(); }
   // Returns the flat gradient. From now on the caller follows it when it moves:
   // Note [held gradients].

@@ -31,7 +31,7 @@ class ShownGradients {
     at::Tensor put_aside;
   };
 
-  // The parameters outlive this. `device` is that of the unsharded ones.
+  // The parameters outlive this. `device` is the device of the unsharded parameters.
   ShownGradients(UnitParameters& parameters, at::Device device)
       : parameters_(parameters), device_(device) {}
   ~ShownGradients();

@@ -20,7 +20,7 @@ at::Tensor number(std::int64_t value) {
   return at::scalar_tensor(value, at::TensorOptions().dtype(at::kLong));
 }
 
-// The tensor's bytes as integers, the widest that fit.
+// The tensor's bytes as integers of the largest size that fits.
 at::Tensor words_of(const at::Tensor& any) {
   const at::Tensor tensor = any.contiguous();
   const std::int64_t first = tensor.storage_offset() * tensor.element_size();

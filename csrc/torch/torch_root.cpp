@@ -36,8 +36,8 @@ void warn_of_lost_gradients() {
 
 }  // namespace
 
-// The last callback of a backward owns it. If it is destroyed before the callback has run, the
-// backward ended in an exception.
+// The last callback of a backward owns this object. If it is destroyed before the callback has run,
+// the backward ended in an exception.
 struct TorchRoot::BackwardGuard {
   BackwardGuard(std::shared_ptr<TorchRoot> guarded, std::uint64_t guarded_pass)
       : root(std::move(guarded)), pass(guarded_pass) {}
@@ -356,7 +356,7 @@ void TorchRoot::apply(int unit, UnitSettings settings) {
   }
 }
 
-// This is a backward that reaches no unit. Its end reduces the remaining gradients.
+// This backward reaches no unit. Its end reduces the remaining gradients.
 void TorchRoot::reduce_accumulated() {
   if (passes().has_failed() && !passes().in_backward()) {
     recover();

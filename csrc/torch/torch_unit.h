@@ -109,7 +109,7 @@ class TorchUnit final : public UnitPort,
   TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
             ForwardCasts casts, std::size_t module_count);
 
-  // One view for each parameter. They have memory only while the unit is attached.
+  // One view for each parameter. The views have memory only while the unit is attached.
   std::vector<at::Tensor> unsharded_views() const;
 
   // Called once, with the parameters' objects and the module attributes that refer to them.

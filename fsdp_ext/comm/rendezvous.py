@@ -45,8 +45,8 @@ _announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 def host_backend(group: dist.ProcessGroup) -> str:
     """Return the name of the group's backend for tensors on the host; "" if there is none.
 
-    A group may have several backends, and has by default. `dist.get_backend` then names none of
-    them.
+    A group may have several backends, and has by default. `dist.get_backend` then returns no
+    backend's name.
     """
     try:
         backend = group._get_backend(torch.device("cpu"))
@@ -116,7 +116,7 @@ def _read_process(store: Store, place: int) -> bytes | None:
         return None
     try:
         identity = bytes.fromhex(store.get(key).decode("ascii"))
-        _C.ended_process(identity)  # raises if it is no process
+        _C.ended_process(identity)  # raises if it is not a process
     except (ValueError, RuntimeError):
         return None
     return identity
@@ -281,7 +281,9 @@ class Rendezvous:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
-        """Raise the error of a store that is gone. A process served it, perhaps a rank's."""
+        """Raise the error of a store that is gone. The store's server was a process, perhaps a
+        rank's.
+        """
         deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
             for place in self._processes:

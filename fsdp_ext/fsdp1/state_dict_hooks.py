@@ -62,8 +62,8 @@ def _take_summoned(
     """Replace the whole parameters of ``summon_full_params`` if shards of them are wanted.
 
     Raises:
-        RuntimeError: if they are wanted whole on a rank that does not have them. They cannot be
-            gathered, because other ranks need not take part here.
+        RuntimeError: if they are wanted whole on a rank that does not have them. The whole
+            parameters cannot be gathered, because other ranks need not take part here.
     """
     for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
         sharded = stands_for(param)

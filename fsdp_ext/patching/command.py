@@ -25,7 +25,8 @@ def run_command(namespace: dict[str, Any]) -> None:
     """Run the script that the command line names, with ``namespace`` as its globals.
 
     Args:
-        namespace: globals of the main module. It is emptied, except for what every module has.
+        namespace: globals of the main module. It is emptied, except for names that every module
+            has.
 
     Raises:
         SystemExit: if the command line names no script that can be read.

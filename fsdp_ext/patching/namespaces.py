@@ -30,8 +30,9 @@ NAMESPACES = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-# Modules of PyTorch that take a name at import and have to get PyTorch's. With that, their code
-# serves models of both systems. With ours, it would treat PyTorch's models as plain ones.
+# Modules of PyTorch that take a name at import and have to get PyTorch's. With PyTorch's names,
+# their code serves models of both systems. With ours, it would treat PyTorch's models as plain
+# ones.
 _USERS_OF_BOTH = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.optim.named_optimizer",

@@ -1,6 +1,6 @@
 """FSDP1's static methods, for models wrapped by fsdp_ext, by PyTorch, or not at all.
 
-Libraries call them on the class, with any model. Lightning, for example, calls
+Libraries call these methods on the class, with any model. Lightning, for example, calls
 ``rekey_optim_state_dict`` with models that are not wrapped.
 """
 

@@ -77,7 +77,7 @@ class PredictedSpan:
 
     ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has two
     spans on "compute", one in forward and one in backward. If gradients are packed ahead, it has
-    two on "reduce": the copies and the wire. With replicas it has one there for each message.
+    two on "reduce": the copies and the wire. With replicas it has one span there for each message.
     """
 
     lane: str

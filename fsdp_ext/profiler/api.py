@@ -50,7 +50,7 @@ class profile:
         prof.report()
 
     Recording does not synchronise steps. The threads that do the work, or GPU events, record the
-    times. They are read when the block ends. Replays of a CUDA graph are not recorded.
+    times. The times are read when the block ends. Replays of a CUDA graph are not recorded.
 
     Args:
         model: the root module, which has run forward before.

@@ -10,7 +10,7 @@
 # replicas, reductions have two lanes. The end of backward waits for the all-reduces, so the other
 # lane explains only the time in which none ran. Packing waits for the lane of reductions first. Two
 # exposed parts cannot be avoided. Before the first unit of a forward or a backward there is no
-# compute yet that could hide its gather. After the last unit's gradients there is none left.
+# compute yet that could hide its gather. After the last unit's gradients no compute is left.
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HELD_UP = 2.0
 class Cause(enum.Enum):
     """Why communication is exposed. Reports print the value.
 
-    Each cause but SLOWED explains waits. SLOWED is about compute, and no wait shows it.
+    Each cause but SLOWED explains waits. SLOWED concerns compute, and no wait shows it.
     """
 
     FIRST = "first gather"

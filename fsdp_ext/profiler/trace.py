@@ -14,7 +14,7 @@ from fsdp_ext.profiler.torch_trace import TorchTrace
 # Copies of one kind run in order, but copies of different kinds may overlap.
 _COPIES = tuple(work for work in LANES if work not in COLLECTIVES)
 _ROWS = ("passes", "compute", *COLLECTIVES, *_COPIES)
-# Rows that are there only if they have spans.
+# Rows that exist only if they have spans.
 _OPTIONAL = ("group gather", "all-reduce", "keep")
 
 

@@ -54,7 +54,7 @@ class _NotTried(Exception):
 
 
 def run_checks(site: Site, checks: dict[str, Callable[[Site], Compared]]) -> Iterator[Check]:
-    """Yield the result of each check. None is tried after one that raised an error."""
+    """Yield the result of each check. No check is tried after one that raised an error."""
     has_raised = False
     for name, check in checks.items():
         if has_raised:

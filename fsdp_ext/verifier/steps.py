@@ -33,7 +33,7 @@ Disturb = Callable[[Root | None], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs.
+    """The first difference between the two copies.
 
     Args:
         parameter: the first parameter, buffer or other value that differs.

@@ -1,7 +1,7 @@
 """The state that one call in a rank's process may change, and how it is hidden from the next call.
 
-State that tests change on purpose is put back. State that no test should change is checked: a call
-that changes it fails, with a message that names it.
+Tests change some state on purpose, which is restored. State that no test should change is checked:
+a call that changes it fails, with a message that names it.
 """
 
 from __future__ import annotations

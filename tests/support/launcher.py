@@ -57,7 +57,7 @@ _pools: dict[int, _Pool] = {}
 
 
 class RanksFailed(AssertionError):
-    """One or more ranks raised, died or hung. The message has each rank's account of it."""
+    """One or more ranks raised, died or hung. The message has each rank's error."""
 
 
 def run_ranks(

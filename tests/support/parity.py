@@ -95,8 +95,8 @@ def _moved(tensor: Tensor) -> Tensor:
     """Return a tensor of a batch on this rank's device, as a leaf, which has a gradient."""
     moved = tensor.detach()
     if device().type == "cuda" and not moved.is_cuda:
-        # A copy from memory that is not pinned makes the host wait for the step before. Then no
-        # missing wait between streams would show.
+        # A copy from memory that is not pinned makes the host wait for the step before. Then a
+        # missing wait between streams would not show.
         moved = moved.pin_memory()
     return moved.to(device(), non_blocking=True).requires_grad_(tensor.requires_grad)
 

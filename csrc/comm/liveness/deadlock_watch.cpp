@@ -120,7 +120,7 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
     try {
       account = shared->watch.look();
     } catch (const std::exception&) {
-      // The process that serves the board may have ended. The collective fails by itself then.
+      // The process that serves the board may have ended. Then the collective fails by itself.
     }
     lock.lock();
     shared->is_looking = false;

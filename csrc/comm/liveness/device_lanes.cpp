@@ -5,7 +5,7 @@
 namespace fsdp {
 namespace {
 
-// Stands for the thread that issues. Not Issuer::kNobody, and not Issuer::kSeveral.
+// Stands for the issuing thread. Not Issuer::kNobody, and not Issuer::kSeveral.
 constexpr std::uint64_t kDevice = 2;
 
 }  // namespace

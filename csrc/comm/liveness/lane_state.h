@@ -11,7 +11,7 @@
 // A rank's state may change while it is read. So a deadlock counts only if two observations of this
 // state are equal. The state consists of counters, and of flags that say whether a thread is
 // blocked. Between two equal observations the lanes have run the same collective all the time, and
-// in the second one the threads were blocked behind it. Nothing ends that any more.
+// in the second one the threads were blocked behind it. Nothing can end this state.
 //
 // A rank that is merely slow does not look like that: its thread computes, or sleeps, and is not
 // blocked in a wait for a lane. If several threads of a rank issue work, one that is not blocked

@@ -19,7 +19,7 @@ struct ProcessIdentity {
 // Throws if /proc is not mounted, or is that of another PID namespace.
 ProcessIdentity identity_of_this_process();
 
-// Checks bytes that another process wrote. Throws if they are no identity.
+// Checks bytes that another process wrote. Throws if they do not describe a process.
 ProcessIdentity parse_identity(const std::string& bytes);
 void check(const ProcessIdentity& identity);
 

@@ -17,8 +17,8 @@
 // Every collective begins with one message to each peer, which names the sender's collective. Its
 // size does not depend on the collective, so each rank can read it and compare. The payload's tag
 // is a hash of the same facts, so a payload meets only a receive of the same collective. Backends
-// may end the process if a message is larger than its receiver expects. They never see one, even if
-// ranks differ. A small payload is a part of the first message.
+// may end the process if a message is larger than its receiver expects. Backends never see such a
+// message, even if ranks differ. A small payload is a part of the first message.
 //
 // Each rank asks for the first messages of the next collective as soon as it has read those of the
 // last one. So first messages travel at once, and a small collective takes one trip.

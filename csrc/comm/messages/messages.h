@@ -13,7 +13,7 @@ class Message {
   virtual ~Message() = default;
 
   // Blocks, asleep, until the memory may be used again: it has been sent, or has arrived. Throws
-  // why it failed or timed out.
+  // the reason if it failed or timed out.
   virtual void wait() = 0;
   // Makes wait() throw. Another thread may call it.
   virtual void give_up() = 0;

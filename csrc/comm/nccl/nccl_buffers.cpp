@@ -273,7 +273,7 @@ nccl::Result NcclBuffers::register_window(Buffer& buffer) {
 }
 
 // Returns whether the memory may be freed. If NCCL still knows the buffer, NCCL would mistake
-// another one at the same address for it. A communicator that has failed is used no more.
+// another one at the same address for it. A communicator that has failed is not used again.
 bool NcclBuffers::deregister(const Buffer& buffer) {
   registered_ -= buffer.is_registered() ? 1 : 0;
   if (watchdog_.has_failed() || !buffer.is_registered()) {

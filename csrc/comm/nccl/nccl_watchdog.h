@@ -151,8 +151,8 @@ class NcclWatchdog {
   bool in_call_ = false;
   std::string call_;
   std::chrono::steady_clock::time_point call_since_;
-  // A ring of the newest collectives. The oldest pending one is the one that hangs. If newer ones
-  // have overwritten it, the oldest that is left is reported instead.
+  // A ring of the newest collectives. The oldest pending collective is the one that hangs. If newer
+  // ones have overwritten it, the oldest that is left is reported instead.
   std::array<Outstanding, 512> outstanding_;
   std::uint32_t issued_ = 0;
   std::uint32_t oldest_ = 0;  // the number of the oldest pending one in the last poll; 0: none

@@ -42,7 +42,7 @@ class HostFailure : public Error {
   using Error::Error;
 };
 
-// One rank's side of one lane. It calls ranks by their numbers in the group.
+// One rank's side of one lane. It identifies ranks by their numbers in the group.
 class HostRanks {
  public:
   // `peers` are the ranks of this host in order, this one included. Each wait is limited by

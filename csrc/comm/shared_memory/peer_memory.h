@@ -43,7 +43,7 @@ PeerAddress parse_address(const std::string& bytes);
 
 struct PeerMemory {
   // Returns a pointer to `offset`, if the peer has `before` bytes in front of it and `after` bytes
-  // behind it, and it is aligned. Throws an error that calls it `what` otherwise.
+  // behind it, and it is aligned. Otherwise throws an error that names the offset `what`.
   const char* at(std::uint64_t offset, std::uint64_t before, std::uint64_t after,
                  std::size_t alignment, const char* what) const;
 

@@ -1,6 +1,6 @@
 // At the end of a backward that reduced gradients, ranks tell each other which parameters they used
-// and which collectives they have issued. That is one small message. The gather lane is idle then,
-// so the message overlaps the last reduction.
+// and which collectives they have issued. The exchange is one small message. The gather lane is
+// idle then, so the message overlaps the last reduction.
 //
 // Note [parameters that some ranks do not use]
 // A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right

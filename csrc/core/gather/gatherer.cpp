@@ -309,7 +309,7 @@ void Gatherer::abandon_gather(Bucket& bucket) {
   slot.users = 0;
 }
 
-// For all units of the bucket that are sharded. They are speculative until they are used.
+// For all units of the bucket that are sharded. These units are speculative until they are used.
 void Gatherer::retain_slot(Bucket& bucket) {
   for (Unit* unit : bucket.units) {
     if (unit->gather.state_ == UnitState::Sharded) {

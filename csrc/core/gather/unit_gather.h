@@ -10,8 +10,8 @@
 //
 // Note [after an evaluation]
 // A user may write into the parameters that the modules have, or give them to an optimizer. Between
-// steps these have to be the sharded ones. So a forward without gradients reshards all units, even
-// those that stay unsharded if a backward follows. If the user asked for
+// steps the modules need the sharded parameters. So a forward without gradients reshards all units,
+// even those that stay unsharded if a backward follows. If the user asked for
 // reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
 // users see its sharded parameters. After an exception every unit is put away. A unit that the user
 // has unsharded with unshard() stays as it is.

@@ -26,7 +26,7 @@
 //
 // A chunk may be padded to a multiple of some number of elements (ParamSpec::chunk_multiple). If
 // all chunks are, each element has the same place in the flat shard and in the flat gradient
-// whatever the dtypes are. FSDP1's flat parameters need that.
+// whatever the dtypes are. FSDP1's flat parameters need this.
 //
 // Note [offloaded units]
 // The flat shard and the flat gradient of an offloaded unit are in the host's memory, so that an
@@ -60,8 +60,8 @@ constexpr std::size_t kRegionAlignment = 256;
 // Note [gather plans]
 // The *direct* plan gathers each parameter straight into its region: nothing is copied. The
 // *packed* plan gathers the chunks of all parameters in one message, rank-major, into staging, and
-// unpacks from there. A message of its own costs a few microseconds even in a group. A copy costs
-// as much for every few megabytes. So the plan follows the transport (comm/transport_traits.h):
+// unpacks from there. A message of its own costs a few microseconds even in a group. A copy of a
+// few megabytes costs as much. So the plan follows the transport (comm/transport_traits.h):
 //
 //   Size       The transport launches a group as one. Parameters of at least kDirectBytes, which
 //              the layout has first, are gathered directly. The rest is packed, in the same launch.
@@ -203,8 +203,8 @@ class UnitLayout {
   CastPlan finish_plan(const LayoutPart& part) const;  // reduce output to flat gradient
 
   // The layout of the same unsharded buffer, shared by `ranks` ranks, a divisor of the world size:
-  // Note [group shards] in core/gather/group_shard.h. The gather input is what one of them keeps.
-  // Nothing is cast, and nothing is trainable.
+  // Note [group shards] in core/gather/group_shard.h. The gather input is the part that one of them
+  // keeps. Nothing is cast, and nothing is trainable.
   UnitLayout regrouped(int ranks) const;
   // For a regrouped layout: copies the part of the unsharded buffer that rank `rank` keeps to a
   // gather input.

@@ -1,4 +1,4 @@
-// What the gatherer and the reducer share to send a bucket in pieces (Note [pieces] in
+// State that the gatherer and the reducer share to send a bucket in pieces (Note [pieces] in
 // core/lanes.h): the order between the streams of a lane, and a buffer whose halves the pieces use
 // in turns.
 #pragma once

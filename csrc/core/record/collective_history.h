@@ -44,7 +44,7 @@ class CollectiveHistory {
   std::uint64_t last_tag() const { return records_[(count_ - 1) % kKept].tag; }
 
   std::uint64_t hash() const { return hash_; }
-  // They are not in order; IssuedRecord::number has it.
+  // The records are not in order; IssuedRecord::number has it.
   const Records& records() const { return records_; }
 
  private:

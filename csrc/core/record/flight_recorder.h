@@ -47,7 +47,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
   // so only the first call since lanes were recorded writes the file.
   std::string account_before_abort();
 
-  // Turns recording on or off in all lanes. Benchmarks measure with it what recording costs.
+  // Turns recording on or off in all lanes. Benchmarks use this to measure the cost of recording.
   void turn(bool on);
 
  private:

@@ -7,17 +7,18 @@
 // output serve all buckets without events between them. Pieces (Note [pieces] in core/lanes.h) use
 // the two halves of the input in turns, and events.
 //
-// A GPU packs on the stream `before`, every message into the half that the one before it does not
-// use. So the next bucket is packed while a bucket is on the wire, and its message does not wait
-// for the packing. A half is packed again when the message that read it has ended. On the host,
-// packing takes the processor from the compute and from the transport, so there is nothing to gain.
+// A GPU packs on the stream `before`, every message into the half that the previous message does
+// not use. So the next bucket is packed while a bucket is on the wire, and its message does not
+// wait for the packing. A half is packed again when the message that read it has ended. On the
+// host, packing takes the processor from the compute and from the transport, so there is nothing to
+// gain.
 //
 // Note [replicas]
 // With hybrid sharding, several sets of ranks shard the same model. The ranks that have the same
 // shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
 // replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
 // while a bucket is all-reduced, the next one is reduce-scattered, into the half of the output that
-// the one before it does not use. If each set is a single rank, nothing is scattered: a bucket is
+// the previous one does not use. If each set is a single rank, nothing is scattered: a bucket is
 // packed into the output.
 //
 // Note [gradient lifetime]
@@ -81,7 +82,7 @@ class Reducer {
   // streams].
   void note_arrival(Bucket& bucket);
   // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
-  // gradients, reduces over the ranks and sets the sharded gradients. For the others, it
+  // gradients, reduces over the ranks and sets the sharded gradients. For the other units, it
   // accumulates.
   void pack_and_reduce(Bucket& bucket);
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that

@@ -29,7 +29,7 @@ class UnitGradients {
     is_reached_ = true;
     awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);
   }
-  // Returns whether this gradient is new. Otherwise autograd has added more to it.
+  // Returns whether this gradient is new. Otherwise autograd has added more to a known gradient.
   bool arrive(std::size_t i) {
     const bool is_new = arrived_.at(i) == 0;
     arrived_[i] = 1;

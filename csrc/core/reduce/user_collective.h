@@ -13,7 +13,7 @@
 // FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed
 // gradients of all ranks' rows, and writes this rank's rows averaged over all ranks. If nothing is
 // sharded, it averages the gradients in place. The hook averages, so gradients are not scaled when
-// they are packed or finished. For other reductions they are. The hook is set before the first
+// they are packed or finished. Other reductions scale gradients. The hook is set before the first
 // forward, and the unit shares no bucket and is reduced in one piece.
 //
 // Note [custom collectives]

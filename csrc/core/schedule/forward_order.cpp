@@ -104,7 +104,7 @@ void ForwardOrder::expect(CallId id) {
   }
 }
 
-// In the forward that runs.
+// The calls of the forward that runs.
 ForwardCall* ForwardOrder::find(CallId id) {
   if (passes_.empty() || id < passes_.back().first) {
     return nullptr;

@@ -103,7 +103,7 @@ class Pipeline {
   void apply(int unit, UnitSettings settings);
   PipelineOptions& options() { return options_; }
 
-  // - What it is made of.
+  // - The parts of the pipeline.
   Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
   // Forms the buckets if there are none, as the first forward does. With `plans_memory`, also makes
   // them and their memory as the next forward would.

@@ -19,7 +19,7 @@ inline std::string label_of(const std::string& what, const std::vector<Unit*>& u
                         "'");
 }
 
-// Ranges that FSDP2 has, too, have its names.
+// Ranges that FSDP2 also has get FSDP2's names.
 struct BucketRanges {
   explicit BucketRanges(const std::string& bucket)
       : all_gather(range_name("all_gather", bucket)),

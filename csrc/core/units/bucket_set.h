@@ -38,8 +38,8 @@ class BucketSet {
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
   // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
-  // unsharded it), a later call does so. If a bucket has accumulated gradients on any rank, a later
-  // call forms the new buckets.
+  // unsharded it), memory is planned in a later call. If a bucket has accumulated gradients on any
+  // rank, a later call forms the new buckets.
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
               BackwardExchange& exchange);
   // Forms the buckets without planning their memory.

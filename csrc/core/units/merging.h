@@ -6,7 +6,8 @@
 // the start of its first unit to the end of its last one, in backward the other way around, and no
 // more buckets are alive at a time than units were. So a bucket is a contiguous part of the
 // sequence of enters and leaves that has both events of each of its units and no other: a row of
-// siblings, each with all units nested in it. A unit that is entered twice shares with none.
+// siblings, each with all units nested in it. A unit that is entered twice shares its bucket with
+// none.
 #pragma once
 
 #include <cstddef>

@@ -17,8 +17,8 @@ struct BucketSettings {
   bool reshard_after_forward = true;
   int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/group_shard.h
   bool reshard_after_backward = true;
-  // With false, the user promises that backward does not read the unit's parameters, as that of an
-  // embedding does not. Gradients arrive nevertheless.
+  // With false, the user promises that backward does not read the unit's parameters, as backward of
+  // an embedding does not. Gradients arrive nevertheless.
   bool unshards_in_backward = true;
   double pre_scale = 1.0;   // of gradients, before the reduction
   double post_scale = 1.0;  // after it

@@ -87,7 +87,7 @@ class FSDPModule(TorchFSDPModule):
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
         The next forward does this by itself. But if a forward has failed, it keeps the gradients
-        that were accumulated before. The method exists because FSDP2 has it.
+        that were accumulated before. This method exists for FSDP2's users.
 
         Raises:
             RuntimeError: if this module is not the root.
@@ -388,7 +388,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             hook: the function; None for none. If it raises, the end of backward raises its error,
                 on that rank only, and the unit's gradients there are undefined.
-            stream: the stream to run it on. By default it is that of the reductions.
+            stream: the stream to run it on. By default it is the reductions' stream.
 
         Raises:
             TypeError: if ``hook`` is not a function, or ``stream`` no stream.
@@ -504,7 +504,7 @@ class FSDPModule(TorchFSDPModule):
         """Do nothing: unsharded parameters lie in slots that are allocated once and kept."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: gathers allocate no memory, so no stream has to."""
+        """Do nothing: gathers allocate no memory, so the choice of a stream has no effect."""
 
     def flat_shard(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this unit's flat shard and flat gradient, for optimizers that work on them whole.

@@ -52,7 +52,7 @@ class Spread:
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor with ``local`` as this rank's part, on whatever device that is."""
         if local.device.type not in (self.mesh.device_type, "meta"):
-            return self.wrap(local.view_as(local))  # from_local would move it: it is offloaded
+            return self.wrap(local.view_as(local))  # from_local would move offloaded memory
         stride = _contiguous_stride(self.shape)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride

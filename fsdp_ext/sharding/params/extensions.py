@@ -21,7 +21,7 @@ same for the life of the C++ unit: Note [one pointer swap] in csrc/torch/torch_u
 the parameter has outside of the slot is freed when the unit is detached.
 
 The sizes of the inputs are known only from a call of the first method. So making the C++ unit calls
-it once more.
+the method once more.
 
 As in FSDP2, the methods may also be set after ``fully_shard``: on a class, or on local tensors.
 When the flat shard is made anew, or at the latest when the C++ unit is made, parameters with

@@ -89,8 +89,9 @@ class FlatParameter:
     def adopt(self) -> None:
         """Copy the flat parameter's values into the unit if the flat parameter has other memory.
 
-        ``module.to()``, ``share_memory_()`` and assignments to ``data`` do that. A parameter that
-        took its place, as by ``load_state_dict(assign=True)``, gives its memory to the flat one.
+        ``module.to()``, ``share_memory_()`` and assignments to ``data`` give it other memory. A
+        parameter that took its place, as by ``load_state_dict(assign=True)``, gives its memory to
+        the flat one.
 
         Raises:
             ValueError: if it has another length, or was removed.

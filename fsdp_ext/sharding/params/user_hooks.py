@@ -24,7 +24,7 @@ class AllReduceHook:
     stream: torch.Stream | None = None
 
     def run(self, gradients: torch.Tensor, handle: int) -> None:
-        """Call the function where its work belongs.
+        """Call the function on the stream of its work.
 
         Args:
             gradients: the tensor for the function.
@@ -47,7 +47,7 @@ class CommunicationHook:
     state: object
 
     def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
-        """Call the function where its work belongs.
+        """Call the function on the stream of its work.
 
         Args:
             gradients: gets the reduced gradients; without ``source`` it has the ones to reduce.

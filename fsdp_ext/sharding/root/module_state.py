@@ -100,7 +100,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def hooks_of(unit: Unit) -> list[ForwardHooks]:
     """Return the forward hooks of a unit, one ``ForwardHooks`` for each of its modules.
 
-    A unit that another unit's hooks run has none.
+    A unit has none if another unit's hooks run it.
     """
     states = [state_of(module) for module in unit.modules]
     return [

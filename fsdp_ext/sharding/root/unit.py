@@ -102,14 +102,14 @@ class Unit(ParamGroup):
         self.shard_device = torch.device("cpu") if settings.offloads else device
         self.pins_memory = settings.offloads and device.type == "cuda"
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
-        # Each entry's part of it. See Note [own storages] in csrc/torch/flat_tensor.h.
+        # Each entry's part of the flat shard. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
         # The inputs of extensions; empty until the C++ side is made: Note [tensor extensions].
         self.inputs: list[GatherInput] = []
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
-        # The parameters that the modules have until take_parameters.
+        # The parameters of the modules until take_parameters.
         self._replacements = {
             param: self._shard(param, name, shard_dims.get(param, 0))
             for param, name in params.items()

@@ -37,7 +37,7 @@ def reshard_and_forget(unit: Unit) -> None:
 def convert_shards(module: nn.Module) -> None:
     """Let ``_apply`` of a unit's module, which keeps its class, work on the sharded parameters.
 
-    ``FSDPModule`` does so by a method of its class. Here the module itself gets one.
+    ``FSDPModule`` has such a method in its class. Here the module itself gets this method.
     """
     weakly = weakref.ref(module)
 
