@@ -91,7 +91,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:
-    """Return why the run failed: a silent or fatal outcome of ours."""
+    """Return why the run failed: ours had wrong numbers, hung or crashed."""
     bad = [row for row in rows if row["system"] == OURS and row["what"] in BAD and not row["open"]]
     if not bad:
         return None

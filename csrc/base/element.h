@@ -84,7 +84,7 @@ FSDP_HOST_DEVICE inline float narrow<float>(float value) {
   return value;
 }
 
-// Rounds to a bf16 in the upper half, to nearest even. The lower half has no meaning. Every NaN
+// Rounds to nearest even, to a bf16 in the upper half. The lower half has no meaning. Every NaN
 // becomes 0x7fc0, as in PyTorch's scalar code.
 FSDP_HOST_DEVICE inline std::uint32_t round_to_upper_half(float value) {
   const auto bits = bit_cast<std::uint32_t>(value);

@@ -132,7 +132,7 @@ class TorchUnit final : public UnitPort,
                                pybind11::handle kwargs);
   pybind11::object post_forward(std::size_t index, pybind11::handle output);
   // Take part in the unit's collectives without running its module `index`. begin_skip returns an
-  // alias of the tensor. Backward takes part when it passes this alias, and sends zeros.
+  // alias of the tensor. Backward joins the reduction when it passes this alias, and sends zeros.
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
 

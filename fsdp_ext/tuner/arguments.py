@@ -95,7 +95,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _check_calls(unit: Unit, is_so_after: Mapping[str, bool]) -> None:
-    """Raise ValueError with the first call that the unit's settings lack."""
+    """Raise ValueError that names the first call whose effect the unit lacks."""
     for call, is_so in is_so_after.items():
         if not is_so:
             raise ValueError(

@@ -154,7 +154,7 @@ std::size_t Arena::allocate_range(std::size_t bytes) {
 }
 
 // Without this, a lack of memory would be a SIGBUS in whichever process first touches a page.
-// Kernels before 5.14 do not know the advice and return EINVAL; there it remains a SIGBUS.
+// Kernels before 5.14 do not know the advice and return EINVAL, so a SIGBUS remains possible there.
 void Arena::populate_pages(std::size_t offset, std::size_t bytes) const {
   if (::madvise(base_ + offset, bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) {
     return;

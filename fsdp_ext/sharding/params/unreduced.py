@@ -23,7 +23,7 @@ class Unreduced:
 
     Args:
         param: the parameter.
-        chunks: one row for each rank, with the gradient of what that rank has of the parameter.
+        chunks: one row for each rank, with the gradient of that rank's part of the parameter.
         scale: the factor by which the gradients were multiplied.
         is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
         is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
@@ -58,7 +58,7 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 
     Args:
         impl: the C++ side.
-        placed: for each unit, the entries that its layout in ``impl`` has places for.
+        placed: for each unit, the entries of its layout in ``impl``.
     """
     found = []
     for number, entries in enumerate(placed):
@@ -95,7 +95,7 @@ def put(
 
     Args:
         impl: the C++ side.
-        placed: for each unit, the entries that its layout in ``impl`` has places for.
+        placed: for each unit, the entries of its layout in ``impl``.
         unreduced: the result of :func:`take` for the other one.
     """
     if not unreduced:

@@ -1,7 +1,7 @@
 """Lets only one thread at a time prepare the units of a model.
 
-Once the C++ side exists, it has an owner: Note [one thread] in ``csrc/torch/root_owner.h``. This
-class is for the time before.
+Once the C++ side exists, it has an owner: Note [one thread] in ``csrc/torch/root_owner.h``. Until
+then, this module keeps a second thread out.
 """
 
 from __future__ import annotations
