@@ -70,8 +70,8 @@ class HostEvent final : public Event {
 
   // For streams only. nullptr stands for a record that is already reached.
   void set_newest(std::shared_ptr<Completion> completion);
-  // The newest record, if the stream has not reached it; otherwise nullptr. Waits for it to
-  // complete.
+  // The newest record, if the stream has not reached it; otherwise nullptr. A wait is for
+  // this record.
   std::shared_ptr<Completion> pending() const;
 
  private:

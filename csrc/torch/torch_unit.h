@@ -33,8 +33,8 @@
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
 // As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
 // the unit's layout as a trained parameter, but forward and backward see a frozen one. The unit is
-// made anew after that reduction. UnitGradients::awaits_reduction decides this. That reduction is
-// the same on all ranks, because their layouts have to be the same.
+// made anew after that reduction. UnitGradients::awaits_reduction decides this. Its result is the
+// same on all ranks, because their layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs

@@ -138,7 +138,7 @@ std::string exchange_messages(Lanes& lanes, const std::string& mine) {
   };
   Lane& lane = lanes.gather;
   const auto ranks = static_cast<std::size_t>(lane.communicator().size());
-  // The messages are freed only after a wait that succeeds. A wait that timed out leaves them in
+  // The buffers are freed only after a wait that succeeds. A wait that timed out leaves them in
   // use.
   auto* buffers =
       new Buffers{mine, std::string(ranks * mine.size(), '\0'), lanes.device->new_event()};

@@ -15,8 +15,8 @@ void DeviceLanes::publish(int lane, Collective oldest) {
   oldest_[lane] = std::move(oldest);
 }
 
-// Equivalent to a thread that waits until all work in front of a collective has ended, issues the
-// collective, and is blocked meanwhile.
+// The device counts as a thread that is blocked until all work in front of a collective has ended,
+// and then issues the collective.
 RankState DeviceLanes::state() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   RankState state;
