@@ -105,7 +105,7 @@ class UnitConfig:
         layout: UnitLayout,
         settings: UnitSettings,
         parent: int = ...,
-        max_message_bytes: int = ...,
+        message_limits: tuple[int, int] = ...,  # of gathers and of reductions
         mesh: int = ...,
     ) -> None: ...
 
@@ -336,6 +336,7 @@ class MemoryPlan(TypedDict):
     reduce_output_bytes: int
     kept_bytes: int
     gather_input_bytes: int
+    keeps_gather_inputs: bool
     group_shard_bytes: int
     gradients_in_flight_bytes: int
     message_staging_bytes: int
@@ -347,6 +348,7 @@ def plan_memory(
     on_gpu: bool,
     nesting: int,
     prefetch_depth: int,
+    most_kept_inputs: int,
     replicas: int,
     replica_transport: str,
 ) -> MemoryPlan: ...
@@ -402,6 +404,7 @@ class TorchRoot:
         nesting: int,
         has_peers: bool,
         check_order: bool,
+        most_kept_inputs: int,
         when_stale: Callable[[], Callable[..., Any] | None],
         checks: StepChecks | None,
     ) -> None: ...

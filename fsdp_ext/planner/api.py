@@ -42,6 +42,7 @@ from fsdp_ext.sharding.api.arguments import (
     check_policy,
     reshard_over,
     resolve_bucket_bytes,
+    resolve_keep_gather_inputs,
     resolve_max_message_bytes,
     resolve_offload,
     resolve_prefetch,
@@ -61,6 +62,7 @@ def plan(
     bucket_bytes: int | None = None,
     max_message_bytes: int | None = None,
     prefetch: int | None = None,
+    keep_gather_inputs: bool | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_policy: OffloadPolicy | None = None,
     transport: Transport = None,
@@ -102,6 +104,7 @@ def plan(
         prefetch: as for ``fully_shard``; it replaces the root's setting. Calls of
             ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` may ask for
             more.
+        keep_gather_inputs: as for ``fully_shard``; it replaces the root's setting.
         reshard_after_forward: for a plain model, the setting of each unit, as for ``fully_shard``.
         offload_policy: for a plain model, as for ``fully_shard``.
         transport: as for ``fully_shard``. It decides how gathers are laid out, and the default of
@@ -124,7 +127,8 @@ def plan(
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of casts and unpacking around gathers, and of packing around
             reductions. With an ``offload_policy`` copies from and to the host are among them.
-        memory_limit: bytes that a rank has.
+        memory_limit: bytes that a rank has. On GPUs, gather inputs are kept if they take at most 2%
+            of it; without a limit, of 80 GB.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -161,6 +165,7 @@ def plan(
         "bucket_bytes": resolve_bucket_bytes(bucket_bytes),
         "prefetch": resolve_prefetch(prefetch),
         "max_message_bytes": resolve_max_message_bytes(max_message_bytes),
+        "keep_gather_inputs": resolve_keep_gather_inputs("plan", keep_gather_inputs),
     }
     transports = (target.transport, target.replica_transport)
     ranks = target.ranks
@@ -177,7 +182,7 @@ def plan(
         if seconds is None
         else StepCosts(seconds, used.within, contention, copies, used.between)
     )
-    result = _result(root, target, used, flops, costs, optimizer_states)
+    result = _result(root, target, used, flops, costs, optimizer_states, memory_limit)
     _check_limit(result, memory_limit)
     return result
 
@@ -211,10 +216,11 @@ def _result(
     flops: list[tuple[int, int]] | None,
     costs: StepCosts | None,
     optimizer_states: int,
+    memory_limit: int | None,
 ) -> Plan:
     layouts = [unit.layout_for(training=True) for unit in root.units]
     transports = (target.transport, target.replica_transport)
-    found = find_buckets(root, layouts, transports, target.device_type)
+    found = find_buckets(root, layouts, transports, target.device_type, memory_limit)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.world_size,

@@ -101,6 +101,7 @@ def find_buckets(
     layouts: Sequence[_C.UnitLayout],
     transports: tuple[str, str],
     device_type: str,
+    device_memory: int | None = None,
 ) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
@@ -110,13 +111,16 @@ def find_buckets(
         transports: names of the transport, which decides how buckets are gathered, and of the one
             between replicas.
         device_type: "cuda" or "cpu".
+        device_memory: the bytes that a rank's GPU has; by default 80 GB.
     """
+    on_gpu = device_type == "cuda"
     return _C.plan_memory(
         root.configs(layouts),
         transport=transports[0],
-        on_gpu=device_type == "cuda",
+        on_gpu=on_gpu,
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
+        most_kept_inputs=root.most_kept_inputs((device_memory or 80 * 10**9) if on_gpu else None),
         replicas=root.units[0].replicas,
         replica_transport=transports[1],
     )

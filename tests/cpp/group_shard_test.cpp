@@ -203,8 +203,7 @@ TEST(GroupShards, TakeOneOfKPartsOfABucketAndNoMoreStaging) {
   on_grouped_ranks([](Rank& rank, int) {
     rank.step(1.0F);
     for (const auto& bucket : rank.pipeline->buckets()) {
-      const BucketBuffers plain =
-          buffers_of(bucket->layout, GatherBy::Packing, /*max_message_bytes=*/0);
+      const BucketBuffers plain = buffers_of(bucket->layout, GatherBy::Packing, MessageLimits{});
       const bool is_root = bucket->number == 0;
       EXPECT_EQ(bucket->buffers.group_shard,
                 is_root ? 0U : bucket->gather.group()->layout.gather_bytes());

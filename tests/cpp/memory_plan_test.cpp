@@ -26,6 +26,8 @@ UnitLayout two_parameters(int ranks, DType wire = DType::Float32) {
   return {params, ranks, DType::Float32, DType::Float32};
 }
 
+MessageLimits both(std::size_t bytes) { return {bytes, bytes}; }
+
 BucketUse bucket(std::size_t slot, bool reshards = true) {
   BucketUse use;
   use.buffers.slot = slot;
@@ -35,9 +37,9 @@ BucketUse bucket(std::size_t slot, bool reshards = true) {
 
 TEST(MemoryPlan, StagingHasRoomForWhatATransportPacks) {
   const UnitLayout layout = two_parameters(8);
-  EXPECT_EQ(buffers_of(layout, GatherBy::Packing, 0).staging, 8 * 192U);
-  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0).staging, 0U);
-  const BucketBuffers buffers = buffers_of(layout, GatherBy::Size, 0);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Packing, both(0)).staging, 8 * 192U);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, both(0)).staging, 0U);
+  const BucketBuffers buffers = buffers_of(layout, GatherBy::Size, both(0));
   EXPECT_EQ(buffers.staging, 8 * 192U);  // both are small
   EXPECT_EQ(buffers.slot, 8 * 192U);
   EXPECT_EQ(buffers.reduce_input, 8 * 192U);
@@ -50,17 +52,19 @@ TEST(MemoryPlan, StagingHasRoomForWhatATransportPacks) {
 TEST(MemoryPlan, StagingHasRoomForWhatASmallerGroupPacks) {
   const UnitLayout layout = two_parameters(8);
   const SmallerGroup group{2, GatherBy::Packing};
-  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0, group).staging, 8 * 192U);
-  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, 0, group).group_shard, 4 * 192U);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, both(0), group).staging, 8 * 192U);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Parameter, both(0), group).group_shard, 4 * 192U);
 }
 
 TEST(MemoryPlan, ACastOnSeveralRanksNeedsAGatherInput) {
-  EXPECT_EQ(buffers_of(two_parameters(8, DType::BFloat16), GatherBy::Packing, 0).gather_input, 96U);
+  EXPECT_EQ(buffers_of(two_parameters(8, DType::BFloat16), GatherBy::Packing, both(0)).gather_input,
+            96U);
   // One rank casts into its slot. Without a cast it needs no slot.
-  const BucketBuffers cast = buffers_of(two_parameters(1, DType::BFloat16), GatherBy::Packing, 0);
+  const BucketBuffers cast =
+      buffers_of(two_parameters(1, DType::BFloat16), GatherBy::Packing, both(0));
   EXPECT_EQ(cast.gather_input, 0U);
   EXPECT_EQ(cast.slot, 512U);
-  const BucketBuffers alone = buffers_of(two_parameters(1), GatherBy::Packing, 0);
+  const BucketBuffers alone = buffers_of(two_parameters(1), GatherBy::Packing, both(0));
   EXPECT_EQ(alone.slot, 0U);
   EXPECT_EQ(alone.staging, 0U);
 }
@@ -68,31 +72,61 @@ TEST(MemoryPlan, ACastOnSeveralRanksNeedsAGatherInput) {
 TEST(MemoryPlan, PiecesNeedTwoHalves) {
   // 512 and 1,024 bytes of 8 ranks: one message for each parameter, or for some of its rows.
   const UnitLayout layout = two_parameters(8);
-  const BucketBuffers whole_parameters = buffers_of(layout, GatherBy::Packing, 1024);
+  const BucketBuffers whole_parameters = buffers_of(layout, GatherBy::Packing, both(1024));
   EXPECT_EQ(whole_parameters.gather_messages, 2U);
   EXPECT_EQ(whole_parameters.staging, 0U);  // each is alone in its message
   EXPECT_EQ(whole_parameters.reduce_input, 2 * 1024U);
-  const BucketBuffers rows = buffers_of(layout, GatherBy::Packing, 256);
+  const BucketBuffers rows = buffers_of(layout, GatherBy::Packing, both(256));
   EXPECT_EQ(rows.gather_messages, 2 + 4U);
   EXPECT_EQ(rows.staging, 2 * 256U);
   EXPECT_EQ(rows.reduce_input, 2 * 256U);
   EXPECT_EQ(rows.reduce_output, 192U);
 }
 
+TEST(MemoryPlan, ReductionsMayBeCutWhereGathersAreNot) {
+  const BucketBuffers buffers =
+      buffers_of(two_parameters(8), GatherBy::Packing, MessageLimits{0, 256});
+  EXPECT_EQ(buffers.gather_messages, 1U);
+  EXPECT_FALSE(buffers.gathers_in_pieces);
+  EXPECT_EQ(buffers.reduce_messages, 2 + 4U);
+  EXPECT_EQ(buffers.reduce_input, 2 * 256U);
+}
+
+TEST(MemoryPlan, ARowThatIsLargerThanAReductionsLimitTravelsAlone) {
+  const std::vector<LayoutPart> parts = reduce_parts(two_parameters(8), MessageLimits{0, 200});
+  ASSERT_EQ(parts.size(), 4 + 4U);  // rows of 128 and of 256 bytes
+  EXPECT_EQ(parts.back().rows, 1);
+}
+
+TEST(MemoryPlan, GatherInputsAreSharedIfAllTogetherTakeTooMuch) {
+  BucketUse small = bucket(512);
+  small.buffers.gather_input = 96;
+  BucketUse large = bucket(1024);
+  large.buffers.gather_input = 600;
+  const std::vector<BucketUse> uses = {small, large, bucket(256)};
+  const std::size_t all = align_up(96, kRegionAlignment) + align_up(600, kRegionAlignment);
+  EXPECT_EQ(plan_gathers(uses, 2, all).kept_input_bytes, all);
+  EXPECT_EQ(plan_gathers(uses, 2, all).input_bytes, 0U);
+  EXPECT_EQ(plan_gathers(uses, 2, all - 1).kept_input_bytes, 0U);
+  EXPECT_EQ(plan_gathers(uses, 2, all - 1).input_bytes, align_up(600, kRegionAlignment));
+  large.buffers.gathers_in_pieces = true;  // casts overlap messages
+  EXPECT_EQ(plan_gathers({small, large}, 2, 0).input_bytes, 2 * align_up(600, kRegionAlignment));
+}
+
 TEST(MemoryPlan, OneRankHasNoMessagesToCut) {
-  EXPECT_EQ(gather_parts(two_parameters(1), 16).size(), 1U);
-  EXPECT_EQ(reduce_parts(two_parameters(1), 16).size(), 1U);
+  EXPECT_EQ(gather_parts(two_parameters(1), both(16)).size(), 1U);
+  EXPECT_EQ(reduce_parts(two_parameters(1), both(16)).size(), 1U);
 }
 
 TEST(MemoryPlan, FrozenPartsAreNotReduced) {
   const UnitLayout some({spec(16, 4, /*trainable=*/false), spec(16, 4)}, 4, DType::Float32,
                         DType::Float32);
-  ASSERT_EQ(gather_parts(some, 256).size(), 2U);
-  ASSERT_EQ(reduce_parts(some, 256).size(), 1U);
-  EXPECT_EQ(some.pack_plan(reduce_parts(some, 256).front()).segment_numel, 16);
+  ASSERT_EQ(gather_parts(some, both(256)).size(), 2U);
+  ASSERT_EQ(reduce_parts(some, both(256)).size(), 1U);
+  EXPECT_EQ(some.pack_plan(reduce_parts(some, both(256)).front()).segment_numel, 16);
   const UnitLayout none({spec(16, 4, /*trainable=*/false)}, 4, DType::Float32, DType::Float32);
-  ASSERT_EQ(reduce_parts(none, 64).size(), 1U);  // without parameters
-  EXPECT_EQ(buffers_of(none, GatherBy::Packing, 64).reduce_input, 0U);
+  ASSERT_EQ(reduce_parts(none, both(64)).size(), 1U);  // without parameters
+  EXPECT_EQ(buffers_of(none, GatherBy::Packing, both(64)).reduce_input, 0U);
 }
 
 TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
@@ -109,8 +143,8 @@ TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
 TEST(MemoryPlan, SharedBuffersFitTheLargestBucket) {
   const UnitLayout large = two_parameters(8);
   const UnitLayout small({spec(3, 5)}, 8, DType::Float32, DType::Float32);
-  const std::vector<BucketUse> uses = {{buffers_of(small, GatherBy::Packing, 0), true},
-                                       {buffers_of(large, GatherBy::Packing, 0), false}};
+  const std::vector<BucketUse> uses = {{buffers_of(small, GatherBy::Packing, both(0)), true},
+                                       {buffers_of(large, GatherBy::Packing, both(0)), false}};
   EXPECT_EQ(plan_gathers(uses, 2).staging_bytes, 8 * 192U);
   EXPECT_FALSE(plan_gathers(uses, 2).any_in_pieces);
   const ReduceMemory reductions = plan_reductions(uses, /*may_pack_ahead=*/false);
@@ -120,8 +154,8 @@ TEST(MemoryPlan, SharedBuffersFitTheLargestBucket) {
 
 TEST(MemoryPlan, HalvesAreAlignedIfABucketIsInPieces) {
   const UnitLayout odd({spec(8 * 13, 5)}, 8, DType::Float32, DType::Float32);
-  const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
-  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
+  const BucketUse whole{buffers_of(odd, GatherBy::Packing, both(0)), true};
+  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, both(256)), true};
   ASSERT_GT(cut.buffers.reduce_messages, 1U);
   EXPECT_EQ(plan_reductions({whole}, false).input_bytes, 8 * 272U);
   EXPECT_FALSE(plan_reductions({whole}, false).any_in_pieces);
@@ -131,8 +165,8 @@ TEST(MemoryPlan, HalvesAreAlignedIfABucketIsInPieces) {
 
 TEST(MemoryPlan, PackingAheadNeedsTwoInputsOfTheLargestMessage) {
   const UnitLayout odd({spec(8 * 13, 5)}, 8, DType::Float32, DType::Float32);
-  const BucketUse whole{buffers_of(odd, GatherBy::Packing, 0), true};
-  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, 256), true};
+  const BucketUse whole{buffers_of(odd, GatherBy::Packing, both(0)), true};
+  const BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, both(256)), true};
   const ReduceMemory several = plan_reductions({whole, whole, cut}, /*may_pack_ahead=*/true);
   EXPECT_TRUE(several.packs_ahead);
   EXPECT_EQ(several.input_bytes, 2 * 2304U);  // 8 * 272 bytes, and room for the alignment

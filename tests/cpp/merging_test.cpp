@@ -80,7 +80,7 @@ TEST(Merging, DoesNotMergeUnitsThatDiffer) {
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.reshard_after_backward = false; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.unshards_in_backward = false; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.pre_scale = 0.25; }));
-  EXPECT_TRUE(differs([](MergeTraits& unit) { unit.max_message_bytes = 64; }));
+  EXPECT_TRUE(differs([](MergeTraits& unit) { unit.message_limits = {64, 64}; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.limit = 15; }));
   EXPECT_TRUE(differs([](MergeTraits& unit) { unit.limit = 0; }));
   // Frozen units have no gradients, so their dtypes do not matter.

@@ -192,8 +192,9 @@ class Rank {
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes =
           static_cast<std::size_t>(bucket_units * world_size) * config.layout.gather_bytes();
-      config.max_message_bytes =
+      const std::size_t limit =
           static_cast<std::size_t>(message_rows * world_size * kColumns) * sizeof(float);
+      config.message_limits = {limit, limit};
       pipeline->add_unit(std::move(config), *units[static_cast<std::size_t>(i)]);
     }
     pipeline->gatherer().set_poison_released_slots(false);

@@ -94,8 +94,9 @@ class MeshRank : public Rank {
     config.parent = 0;
     config.pre_scale = 1.0 / size;
     config.bucket_bytes = 2 * static_cast<std::size_t>(size) * layout.gather_bytes();
-    config.max_message_bytes =
+    const std::size_t limit =
         static_cast<std::size_t>(setting.message_rows * kRanks * kColumns) * sizeof(float);
+    config.message_limits = {limit, limit};
     config.mesh = of_set ? 1 : 0;
     pipeline->add_unit(std::move(config), *units.back());
   }

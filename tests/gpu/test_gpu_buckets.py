@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ LINK = Link("fast", alpha=20e-6, beta=1e11)
 
 
 def _train(
-    half: bool, bucket_bytes: int, max_message_bytes: int | None
+    half: bool, bucket_bytes: int, max_message_bytes: int | None, keeps_inputs: bool = True
 ) -> tuple[Any, list[Tensor]]:
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if half else MixedPrecisionPolicy()
@@ -29,7 +30,8 @@ def _train(
     model: Any = nn.Sequential(nn.Embedding(1001, 66), *layers, nn.Linear(66, 7))
     for layer in model:
         fully_shard(layer, **options)
-    fully_shard(model, bucket_bytes=bucket_bytes, max_message_bytes=max_message_bytes, **options)
+    options |= {"bucket_bytes": bucket_bytes, "max_message_bytes": max_message_bytes}
+    fully_shard(model, keep_gather_inputs=keeps_inputs, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -55,8 +57,8 @@ def _compare() -> None:
 
 def _compare_in(half: bool) -> None:
     expected_model, expected = _train(half, 0, None)
-    for max_message_bytes in (None, 40_000, 4_000):
-        model, got = _train(half, 60_000, max_message_bytes)
+    for max_message_bytes, keeps_inputs in product((None, 40_000, 4_000), (True, False)):
+        model, got = _train(half, 60_000, max_message_bytes, keeps_inputs)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         impl, alone = model._fsdp_ext_unit.root.impl, expected_model._fsdp_ext_unit.root.impl
         assert len(impl.buckets()) < len(alone.buckets())

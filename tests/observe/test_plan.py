@@ -68,6 +68,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "each unit by itself": ({}, {"bucket_bytes": 0}),
     "small buckets": ({}, {"bucket_bytes": 4000}),
     "bf16 on the wire": ({"mp_policy": HALF}, {}),
+    "gather inputs are shared": ({"mp_policy": HALF}, {"keep_gather_inputs": False}),
     "fp16, scaled on both sides": (
         {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)},
         {},

@@ -65,6 +65,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "bucket_bytes": draw(st.sampled_from([None, 0, 500, 10_000])),
         "max_message_bytes": draw(st.sampled_from([None, 300, 3000])),
         "prefetch": draw(st.sampled_from([None, 0, 1, 3])),
+        "keep_gather_inputs": draw(st.booleans()),
         "forwards": draw(st.integers(1, 2)),
         "plants": False,
     }
@@ -95,6 +96,7 @@ def train(case: dict[str, Any]) -> str:
     model.model.head.requires_grad_(True)
     inner = [name for name, m in model.named_modules() if isinstance(m, (Leaf, Branch))]
     names = ["reshard_after_forward", "transport", "bucket_bytes", "max_message_bytes", "prefetch"]
+    names.append("keep_gather_inputs")
     policy = fsdp_ext.MixedPrecisionPolicy(case["param_dtype"], case["reduce_dtype"])
     generator = torch.Generator().manual_seed(dist.get_rank())
     subject = Subject(
@@ -154,7 +156,9 @@ def test_random_ranks_that_choose_for_themselves_train_as_replicas() -> None:
 
 def test_a_planted_fault_is_found_and_named() -> None:
     settings_left_out = ["reduce_dtype", "reshard_after_forward", "bucket_bytes", "prefetch"]
-    case: dict[str, Any] = dict.fromkeys([*settings_left_out, "param_dtype", "max_message_bytes"])
+    case: dict[str, Any] = dict.fromkeys(
+        [*settings_left_out, "param_dtype", "max_message_bytes", "keep_gather_inputs"]
+    )
     case |= {"ranks": 2, "seed": 1, "dtype": torch.float32, "forwards": 1}
     case["transport"] = "shared_memory"
     train_all({**case, "plants": False})

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "base/align.h"
 #include "base/check.h"
 #include "core/units/bucket_names.h"
 
@@ -33,7 +34,7 @@ BucketGather::BucketGather(const UnitLayout& layout, const std::vector<Unit*>& u
 
 std::size_t BucketGather::buffer_bytes(const BucketBuffers& planned) const {
   return (persistent_slot_ != nullptr ? persistent_slot_->bytes : 0) +
-         (input_ != nullptr ? planned.gather_input : 0) +
+         (input_ != nullptr ? align_up(planned.gather_input, kRegionAlignment) : 0) +
          (group_ != nullptr && group_->memory != nullptr ? planned.group_shard : 0);
 }
 

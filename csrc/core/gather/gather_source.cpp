@@ -7,10 +7,10 @@
 namespace fsdp {
 namespace {
 
-std::vector<GatherPiece> pieces_of(const UnitLayout& layout, std::size_t max_message_bytes,
+std::vector<GatherPiece> pieces_of(const UnitLayout& layout, MessageLimits limits,
                                    Communicator& communicator, Lanes& lanes) {
   std::vector<GatherPiece> pieces;
-  for (const LayoutPart& part : gather_parts(layout, max_message_bytes)) {
+  for (const LayoutPart& part : gather_parts(layout, limits)) {
     GatherPiece piece;
     piece.part = part;
     piece.cast_plan = layout.shard_to_gather_plan(part);
@@ -56,13 +56,13 @@ std::size_t bytes_of(const std::vector<GatherPiece>& pieces) {
 
 }  // namespace
 
-// All units of a bucket have the same max_message_bytes.
+// All units of a bucket have the same message_limits.
 GatherSource::GatherSource(Collective collective, Communicator& over, const UnitLayout& layout,
                            const std::vector<Unit*>& units, std::string a_label, Lanes& lanes)
     : op(collective),
       communicator(over),
       label(std::move(a_label)),
-      pieces(pieces_of(layout, units.front()->max_message_bytes, over, lanes)),
+      pieces(pieces_of(layout, units.front()->message_limits, over, lanes)),
       last_pieces(last_pieces_of(units, pieces)),
       bytes(bytes_of(pieces)) {}
 

@@ -33,7 +33,8 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger,
       streams_(device, lane),
       ledger_(ledger),
       record_issue_(std::move(record_issue)),
-      staging_(device) {}
+      staging_(device),
+      input_(device) {}
 
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() { lane_.drain(); }

@@ -7,6 +7,14 @@
 // iterations, because not every change of the shards is visible: writes through `.data`,
 // torch._foreach_ functions and fused optimizers do not change a DTensor's version. After such a
 // change within an iteration, users call reshard(), which forgets what was gathered.
+//
+// Note [gather inputs]
+// Where the wire has another dtype than the shard, or the shard is in the host's memory, a bucket
+// is sent from a cast copy. If the copies of all buckets fit into `most_kept_inputs`, each bucket
+// keeps its own, and backward sends what forward has cast. Otherwise all buckets share one input,
+// and shards are cast again for each gather. That costs one more pass over the shard, in front of
+// the message. Buckets in pieces are cast on a stream of their own, so they use two inputs in
+// turns.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +40,9 @@ class Gatherer {
 
   // Allocates a ring for `buckets`, with `slots` slots as large as the largest bucket that reshards
   // after forward, and frees the previous ring. No slot may have an owner. `buckets` lives until
-  // the next call.
-  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots);
+  // the next call. `most_kept_inputs`: Note [gather inputs].
+  void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
+                   std::size_t most_kept_inputs);
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   // Parameters that were gathered earlier are out of date.
@@ -72,6 +81,7 @@ class Gatherer {
 
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
+  std::size_t input_bytes() const { return input_.bytes(); }  // that all buckets share
   // Forgets the issue times and refusals of the previous iteration.
   static void forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
@@ -98,14 +108,16 @@ class Gatherer {
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   void order_before_gather(const Bucket& bucket);
   void gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging);
-  static const char* input_of(const Bucket& bucket);
+  void* cast_input_of(const Bucket& bucket) const;
+  const void* input_of(const Bucket& bucket) const;
   void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
   void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
   void allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory);
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                              const GatherMemory& memory, bool may_differ);
   void wait_for_gather(Unit& unit);
   void drop_failed_gather(Bucket& bucket);
 
@@ -120,6 +132,8 @@ class Gatherer {
   bool has_been_captured_ = false;
   std::unique_ptr<BufferRing> ring_;
   HalvedBuffer staging_;           // rank-major
+  HalvedBuffer input_;             // that all buckets share; empty if each keeps its own
+  std::size_t inputs_used_ = 0;    // so far; they use the halves in turns
   std::vector<GatherPart> parts_;  // of the message that is sent; kept for its memory
   std::uint64_t iteration_ = 0;
   bool poison_ = false;

@@ -7,14 +7,19 @@
 
 namespace fsdp {
 
-void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots) {
-  GatherMemory memory = plan_gathers(uses_of(buckets), slots);
+void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
+                           std::size_t most_kept_inputs) {
+  const bool may_differ = has_several_meshes(buckets);
+  GatherMemory memory = plan_gathers(uses_of(buckets), slots, most_kept_inputs);
+  if (lane_.most(memory.input_bytes > 0 ? 1 : 0, may_differ) > 0) {  // on a rank with less memory
+    memory = plan_gathers(uses_of(buckets), slots, /*most_kept_inputs=*/0);
+  }
   // Work in flight may still use the buffers of the previous plan. They are freed first, so that
   // old and new buffers never exist together.
   lane_.synchronize();
   ring_.reset();
   staging_.reset(nullptr, 0);
-  const bool may_differ = has_several_meshes(buckets);
+  input_.reset(nullptr, 0);
   memory.slots = static_cast<int>(lane_.most(static_cast<std::size_t>(memory.slots), may_differ));
   memory.slot_bytes = lane_.most(memory.slot_bytes, may_differ);
   memory.staging_bytes = lane_.most(memory.staging_bytes, may_differ);
@@ -35,7 +40,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   }
   allocate_persistent_slots(buckets);
   allocate_group_shards(buckets);
-  allocate_gather_inputs(buckets);
+  allocate_gather_inputs(buckets, memory, may_differ);
   place_shards(buckets);
   streams_.follow_compute();  // Note [memory and the compute stream]
 }
@@ -100,24 +105,30 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
   }
 }
 
-// One allocation for all buckets, because each allocation is a window of its own.
-void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  std::size_t bytes = 0;
-  bool all_have_one = true;
-  for (const auto& bucket : buckets) {
-    bytes += align_up(bucket->buffers.gather_input, kRegionAlignment);
-    all_have_one = all_have_one && (bucket->buffers.gather_input == 0 || bucket->gather.input_);
-  }
-  const bool may_differ = has_several_meshes(buckets);
-  if (lane_.most(all_have_one ? 0 : 1, may_differ) == 0) {
+// One allocation for all buckets, because each allocation is a window of its own. See Note [gather
+// inputs].
+void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                                      const GatherMemory& memory, bool may_differ) {
+  if (memory.input_bytes > 0) {
+    for (const auto& bucket : buckets) {
+      bucket->gather.input_.reset();
+    }
+    const std::size_t bytes = lane_.most(memory.input_bytes, may_differ);
+    input_.reset(lane_.allocate(bytes, BufferUse::Input), bytes);
     return;
   }
-  bytes = lane_.most(bytes, may_differ);
-  const std::shared_ptr<void> memory = lane_.allocate(bytes, BufferUse::Input);
-  auto* place = static_cast<char*>(memory.get());
+  const bool lacks_one = std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {
+    return bucket->buffers.gather_input > 0 && bucket->gather.input_ == nullptr;
+  });
+  if (lane_.most(lacks_one ? 1 : 0, may_differ) == 0) {
+    return;
+  }
+  const std::size_t bytes = lane_.most(memory.kept_input_bytes, may_differ);
+  const std::shared_ptr<void> all = lane_.allocate(bytes, BufferUse::Input);
+  auto* place = static_cast<char*>(all.get());
   for (const auto& bucket : buckets) {
     if (bucket->buffers.gather_input > 0) {
-      bucket->gather.input_ = std::shared_ptr<void>(memory, place);
+      bucket->gather.input_ = std::shared_ptr<void>(all, place);
       bucket->gather.cast_from_ = {};
       place += align_up(bucket->buffers.gather_input, kRegionAlignment);
     }

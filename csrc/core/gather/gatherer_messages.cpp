@@ -80,18 +80,24 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bucket.gather.issue_.refused = 0;
 }
 
-// The shards are cast once an iteration: backward gathers the shards that forward has cast, or the
-// copy that it has kept. See Note [pieces].
+// See Note [gather inputs] and Note [pieces].
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gather.is_in_pieces();
-  const bool casts = layout.needs_cast() && !bucket.gather.source().is_of_group() &&
-                     !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_);
+  const bool has_own_input = bucket.gather.input_ != nullptr;
+  const bool casts =
+      layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+      !(has_own_input && bucket.gather.cast_from_.matches(bucket.gather.gathered_from_));
+  const bool shares_input = casts && !has_own_input && streams_.is_any_in_pieces();
   const GatherSource& source = bucket.gather.source();
   const Range range(device_, bucket.ranges.all_gather, source.bytes);
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
   Stream& after = streams_.after(in_pieces);
+  if (shares_input) {
+    inputs_used_ += 1;
+    input_.wait_for_half(before, inputs_used_, source.label);
+  }
   for (std::size_t i = 0; i < source.pieces.size(); ++i) {
     const GatherPiece& piece = source.pieces[i];
     if (casts) {
@@ -107,6 +113,9 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
       staging_.release_half(after, i);
     }
     after.record(*piece.gathered);
+  }
+  if (shares_input) {
+    input_.release_half(streams_.messages(), inputs_used_);
   }
   if (casts) {
     ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
@@ -140,19 +149,26 @@ void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot
   }
 }
 
+// Where the bucket's shards are cast to.
+void* Gatherer::cast_input_of(const Bucket& bucket) const {
+  if (bucket.gather.input_ != nullptr) {
+    return bucket.gather.input_.get();
+  }
+  return streams_.is_any_in_pieces() ? input_.half_of(inputs_used_) : input_.data();
+}
+
 // The memory that the bucket's messages are sent from.
-const char* Gatherer::input_of(const Bucket& bucket) {
-  const BucketGather& gather = bucket.gather;
-  return static_cast<const char*>(gather.source().is_of_group() ? gather.group_->memory.get()
-                                  : bucket.layout.needs_cast()  ? gather.input_.get()
-                                                                : bucket.flat_shard());
+const void* Gatherer::input_of(const Bucket& bucket) const {
+  return bucket.gather.source().is_of_group() ? bucket.gather.group_->memory.get()
+         : bucket.layout.needs_cast()         ? cast_input_of(bucket)
+                                              : bucket.flat_shard();
 }
 
 void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
   const GatherSource& source = bucket.gather.source();
   const GatherPiece& piece = source.pieces[number];
   const GatherPlan& plan = piece.plan;
-  const char* input = input_of(bucket);
+  const auto* input = static_cast<const char*>(input_of(bucket));
   Stream& stream = streams_.messages();
   record_issue_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
@@ -184,8 +200,7 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
 
 void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
   const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
-  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), bucket.gather.input_.get(),
-               1.0);
+  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), cast_input_of(bucket), 1.0);
 }
 
 void Gatherer::finish_reading_host() {

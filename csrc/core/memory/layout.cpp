@@ -195,6 +195,9 @@ std::size_t UnitLayout::message_bytes(Wire wire, std::size_t param) const {
 std::int64_t UnitLayout::rows_of_a_message(Wire wire, std::size_t param,
                                            std::size_t most_bytes) const {
   const std::size_t row = row_bytes(wire, param);
+  if (row > most_bytes && wire == Wire::Reduce) {
+    return 1;
+  }
   FSDP_CHECK(row <= most_bytes || params_[param].runs == 1, "max_message_bytes is ", most_bytes,
              ". Parameter '", params_[param].name, "' has ", row,
              " bytes, and it is sharded in another dimension than 0, so messages cannot cut it. "

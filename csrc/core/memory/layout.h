@@ -190,7 +190,8 @@ class UnitLayout {
   bool is_identity() const { return world_size_ == 1 && !needs_cast_; }
 
   // Parts whose messages carry at most `most_bytes` of all ranks together: as many whole parameters
-  // as fit, or as many rows of a larger one. 0: one part of everything.
+  // as fit, or as many rows of a larger one. 0: one part of everything. A row that is larger is a
+  // part of a reduction by itself, and an error in a gather.
   std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
   LayoutPart whole() const { return {0, params_.size()}; }
 

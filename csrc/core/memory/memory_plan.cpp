@@ -8,8 +8,8 @@ namespace fsdp {
 namespace {
 
 // A single rank sends no messages.
-std::size_t most_bytes_of(const UnitLayout& layout, std::size_t max_message_bytes) {
-  return layout.world_size() > 1 ? max_message_bytes : 0;
+std::size_t most_bytes_of(const UnitLayout& layout, std::size_t limit) {
+  return layout.world_size() > 1 ? limit : 0;
 }
 
 // Pieces use two halves in turns: Note [pieces] in core/lanes.h.
@@ -27,13 +27,12 @@ std::size_t most_packed(const UnitLayout& layout, const std::vector<LayoutPart>&
 
 }  // namespace
 
-std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
-  return layout.parts(Wire::Gather, most_bytes_of(layout, max_message_bytes));
+std::vector<LayoutPart> gather_parts(const UnitLayout& layout, MessageLimits limits) {
+  return layout.parts(Wire::Gather, most_bytes_of(layout, limits.gather));
 }
 
-std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes) {
-  std::vector<LayoutPart> parts =
-      layout.parts(Wire::Reduce, most_bytes_of(layout, max_message_bytes));
+std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, MessageLimits limits) {
+  std::vector<LayoutPart> parts = layout.parts(Wire::Reduce, most_bytes_of(layout, limits.reduce));
   parts.erase(std::remove_if(parts.begin(), parts.end(),
                              [&layout](const LayoutPart& part) {
                                return layout.pack_plan(part).segment_numel == 0;
@@ -42,7 +41,7 @@ std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_m
   return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
 }
 
-BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits limits,
                          const SmallerGroup& group) {
   const auto ranks = static_cast<std::size_t>(layout.world_size());
   const std::size_t element = itemsize(layout.reduce_dtype());
@@ -51,13 +50,13 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
   buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
   buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
 
-  const std::vector<LayoutPart> gathers = gather_parts(layout, max_message_bytes);
+  const std::vector<LayoutPart> gathers = gather_parts(layout, limits);
   std::size_t packed = most_packed(layout, gathers, by);
   buffers.gather_messages = gathers.size();
   std::size_t messages = gathers.size();
   if (group.ranks > 0) {
     const UnitLayout of_group = layout.regrouped(group.ranks);
-    const std::vector<LayoutPart> parts = gather_parts(of_group, max_message_bytes);
+    const std::vector<LayoutPart> parts = gather_parts(of_group, limits);
     packed = std::max(packed, most_packed(of_group, parts, group.by));
     messages = std::max(messages, parts.size());
     buffers.group_shard = of_group.gather_bytes();
@@ -67,7 +66,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_
     buffers.staging = align_up(packed, kRegionAlignment) * halves(messages);
   }
 
-  const std::vector<LayoutPart> reductions = reduce_parts(layout, max_message_bytes);
+  const std::vector<LayoutPart> reductions = reduce_parts(layout, limits);
   std::size_t segment = 0;
   for (const LayoutPart& part : reductions) {
     segment = std::max(segment, static_cast<std::size_t>(layout.pack_plan(part).segment_numel));
@@ -84,21 +83,29 @@ bool reduces_in_place(const UnitLayout& layout, double post_scale) {
   return layout.reduces_in_grad_dtype() && post_scale == 1.0 && !layout.is_offloaded();
 }
 
-GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots) {
+GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
+                          std::size_t most_kept_inputs) {
   GatherMemory memory;
   int ring_buckets = 0;
+  std::size_t largest_input = 0;
   for (const BucketUse& bucket : buckets) {
     if (bucket.buffers.slot == 0) {
       continue;
     }
     memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
     memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
+    memory.kept_input_bytes += align_up(bucket.buffers.gather_input, kRegionAlignment);
+    largest_input = std::max(largest_input, bucket.buffers.gather_input);
     if (bucket.reshards_after_forward) {
       memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);
       ring_buckets += 1;
     }
   }
   memory.slots = std::min(slots, ring_buckets);
+  if (memory.kept_input_bytes > most_kept_inputs) {
+    memory.kept_input_bytes = 0;
+    memory.input_bytes = align_up(largest_input, kRegionAlignment) * (memory.any_in_pieces ? 2 : 1);
+  }
   return memory;
 }
 

@@ -23,10 +23,21 @@ struct BucketBuffers {
   std::size_t reduce_messages = 1;
 };
 
+// The largest messages, in bytes of all ranks together; 0: any size. A reduction's message may be
+// larger if that is what one row takes.
+struct MessageLimits {
+  std::size_t gather = 0;
+  std::size_t reduce = 0;
+
+  bool operator==(const MessageLimits& other) const {
+    return gather == other.gather && reduce == other.reduce;
+  }
+};
+
 // The parts of a bucket's parameters that its messages carry, at least one. A part of a reduction
 // has a trainable parameter, unless the bucket has none.
-std::vector<LayoutPart> gather_parts(const UnitLayout& layout, std::size_t max_message_bytes);
-std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, std::size_t max_message_bytes);
+std::vector<LayoutPart> gather_parts(const UnitLayout& layout, MessageLimits limits);
+std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, MessageLimits limits);
 
 // The group that a bucket is resharded to after forward: Note [group shards] in
 // core/gather/group_shard.h.
@@ -35,12 +46,14 @@ struct SmallerGroup {
   GatherBy by = GatherBy::Packing;
 };
 
-BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, std::size_t max_message_bytes,
+BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits limits,
                          const SmallerGroup& group = {});
 
 // Whether reductions can write the flat gradient if there is no gradient to add to. Otherwise they
 // write the reduce output.
 bool reduces_in_place(const UnitLayout& layout, double post_scale);
+
+constexpr std::size_t kAnyBytes = static_cast<std::size_t>(-1);
 
 struct BucketUse {
   BucketBuffers buffers;
@@ -52,6 +65,8 @@ struct GatherMemory {
   int slots = 0;
   std::size_t slot_bytes = 0;
   std::size_t staging_bytes = 0;
+  std::size_t input_bytes = 0;  // Note [gather inputs] in core/gather/gatherer.h
+  std::size_t kept_input_bytes = 0;
   bool any_in_pieces = false;  // among the buckets that have slots
 };
 struct ReduceMemory {
@@ -69,7 +84,9 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
 }
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
-GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots);
+// Buckets keep their gather inputs if all of these together take at most `most_kept_inputs` bytes.
+GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
+                          std::size_t most_kept_inputs = kAnyBytes);
 // `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
 // [replicas] in core/reduce/reducer.h.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,

@@ -30,10 +30,9 @@ ReducePiece piece_of(const UnitLayout& layout, const LayoutPart& part, Packer& p
   return piece;
 }
 
-std::vector<ReducePiece> pieces_of(const UnitLayout& layout, std::size_t max_message_bytes,
-                                   Packer& packer) {
+std::vector<ReducePiece> pieces_of(const UnitLayout& layout, MessageLimits limits, Packer& packer) {
   std::vector<ReducePiece> pieces;
-  for (const LayoutPart& part : reduce_parts(layout, max_message_bytes)) {
+  for (const LayoutPart& part : reduce_parts(layout, limits)) {
     pieces.push_back(piece_of(layout, part, packer));
   }
   return pieces;
@@ -41,14 +40,14 @@ std::vector<ReducePiece> pieces_of(const UnitLayout& layout, std::size_t max_mes
 
 }  // namespace
 
-// All units of a bucket have the same mesh and the same max_message_bytes.
+// All units of a bucket have the same mesh and the same message_limits.
 BucketReduction::BucketReduction(const UnitLayout& layout, const std::vector<Unit*>& units,
                                  Lanes& lanes)
     : label(label_of("the reduce-scatter", units)),
       all_reduce_label(label_of("the all-reduce over replicas", units)),
       layout_(layout),
       communicator_(lanes.of_mesh(units.front()->mesh).reduce.communicator()),
-      pieces_(pieces_of(layout, units.front()->max_message_bytes, *lanes.packer)),
+      pieces_(pieces_of(layout, units.front()->message_limits, *lanes.packer)),
       gradient_dtypes_(layout.unsharded_grad_dtypes()),
       accumulated_(*this),
       gradients_(layout.trainable_count(), nullptr),

@@ -105,7 +105,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& uni
     smaller = {group.size(), group.traits().gather_by};
   }
   return buffers_of(layout, gather.all_ranks().communicator.traits().gather_by,
-                    units.front()->max_message_bytes, smaller);
+                    units.front()->message_limits, smaller);
 }
 
 }  // namespace

@@ -33,10 +33,10 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
   const UnitConfig& first = units[static_cast<std::size_t>(numbers.front())];
   UnitLayout layout = UnitLayout::joined(layouts);
   const BucketUse use{
-      buffers_of(layout, by, first.max_message_bytes, SmallerGroup{first.reshard_group, by}),
+      buffers_of(layout, by, first.message_limits, SmallerGroup{first.reshard_group, by}),
       first.reshard_after_forward};
   const char* gather_plan =
-      layout.gather_plan(by, gather_parts(layout, first.max_message_bytes).front()).name();
+      layout.gather_plan(by, gather_parts(layout, first.message_limits).front()).name();
   const bool is_summed = layout.world_size() > 1 || options.replicas > 1;
   const bool needs_reduce_output =
       is_summed && layout.trainable_count() > 0 && !reduces_in_place(layout, first.post_scale);
@@ -113,13 +113,12 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   for (const PlannedBucket& bucket : plan.buckets) {
     uses.push_back(bucket.use);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
-    plan.gather_input_bytes += bucket.use.buffers.gather_input;
     plan.group_shard_bytes += bucket.use.buffers.group_shard;
     needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
   }
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
-  plan.gathers = plan_gathers(uses, slots);
+  plan.gathers = plan_gathers(uses, slots, options.most_kept_inputs);
   plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =

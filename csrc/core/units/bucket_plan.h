@@ -26,8 +26,7 @@ struct BucketPlan {
   ReduceMemory reductions;
   std::size_t reduce_output_bytes = 0;  // 0 if all reductions write flat gradients
   std::size_t kept_bytes = 0;           // of buckets that stay unsharded after forward
-  std::size_t gather_input_bytes = 0;
-  std::size_t group_shard_bytes = 0;  // Note [group shards]
+  std::size_t group_shard_bytes = 0;    // Note [group shards]
   std::size_t gradients_in_flight_bytes = 0;
   std::size_t message_staging_bytes = 0;
 };
@@ -37,6 +36,7 @@ struct BucketPlanOptions {
   int nesting = 1;                 // units below the root that enclose each other, at most
   std::size_t prefetch_depth = 1;  // buckets
   bool overlaps_copies = false;    // as Device::overlaps_copies
+  std::size_t most_kept_inputs = kAnyBytes;  // as PipelineOptions::most_kept_inputs
   // - The ranks with the same shard: Note [replicas] in core/reduce/reducer.h
   int replicas = 1;
   TransportTraits replica_transport;

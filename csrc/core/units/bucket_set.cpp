@@ -137,7 +137,8 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
     depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});
   }
   const bool root_reshards = units_.front()->reshard_after_forward;
-  gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards));
+  gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
+                       options_.most_kept_inputs);
   reducer.plan_memory(buckets_);
   planned_depth_ = options_.prefetch_depth;
 }

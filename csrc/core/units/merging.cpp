@@ -23,7 +23,7 @@ struct Run {
 };
 
 bool are_alike(const MergeTraits& a, const MergeTraits& b) {
-  return a.mesh == b.mesh && a.max_message_bytes == b.max_message_bytes &&
+  return a.mesh == b.mesh && a.message_limits == b.message_limits &&
          a.is_offloaded == b.is_offloaded && a.reshard_alike(b);
 }
 
@@ -169,7 +169,7 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   static_cast<BucketSettings&>(traits) = unit;
   traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
   traits.limit = layout.world_size() == 1 || unit.is_unmergeable ? 0 : unit.bucket_bytes;
-  traits.max_message_bytes = unit.max_message_bytes;
+  traits.message_limits = unit.message_limits;
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();
   traits.reduce_dtype = layout.reduce_dtype();

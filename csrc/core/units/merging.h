@@ -22,7 +22,7 @@ namespace fsdp {
 struct MergeTraits : BucketSettings {
   std::size_t bytes = 0;  // that all ranks together gather
   std::size_t limit = 0;  // for the bytes of this unit's bucket; 0: the unit shares with none
-  std::size_t max_message_bytes = 0;
+  MessageLimits message_limits;
   bool trainable = true;  // otherwise the dtypes and scales of gradients do not matter
   DType grad_dtype = DType::Float32;
   DType reduce_dtype = DType::Float32;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/memory/layout.h"
+#include "core/memory/memory_plan.h"
 #include "core/units/unit_settings.h"
 
 namespace fsdp {
@@ -18,9 +19,9 @@ struct UnitConfig : UnitSettings {
 
   std::string name;
   UnitLayout layout;
-  int parent = -1;                    // the unit that encloses it, added before it; -1 for the root
-  std::size_t max_message_bytes = 0;  // limit of a message of its bucket; 0: none
-  int mesh = 0;  // in Lanes::meshes, from 1; 0: the root's. Note [several meshes]
+  int parent = -1;               // the unit that encloses it, added before it; -1 for the root
+  MessageLimits message_limits;  // of its bucket
+  int mesh = 0;                  // in Lanes::meshes, from 1; 0: the root's. Note [several meshes]
 };
 
 }  // namespace fsdp

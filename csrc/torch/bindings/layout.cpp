@@ -99,7 +99,8 @@ py::dict describe(const BucketPlan& plan) {
   result["packs_ahead"] = plan.reductions.packs_ahead;
   result["reduce_output_bytes"] = plan.reduce_output_bytes;
   result["kept_bytes"] = plan.kept_bytes;
-  result["gather_input_bytes"] = plan.gather_input_bytes;
+  result["gather_input_bytes"] = plan.gathers.input_bytes + plan.gathers.kept_input_bytes;
+  result["keeps_gather_inputs"] = plan.gathers.input_bytes == 0;
   result["group_shard_bytes"] = plan.group_shard_bytes;
   result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
   result["message_staging_bytes"] = plan.message_staging_bytes;
@@ -131,15 +132,16 @@ void register_unit_config(py::module_& m) {
       .def_readwrite("scatter_hook", &UnitSettings::scatter_hook);
   py::class_<UnitConfig>(m, "UnitConfig")
       .def(py::init([](std::string name, const UnitLayout& layout, const UnitSettings& settings,
-                       int parent, std::size_t max_message_bytes, int mesh) {
+                       int parent, std::pair<std::size_t, std::size_t> message_limits, int mesh) {
              UnitConfig config(std::move(name), layout, settings);
              config.parent = parent;
-             config.max_message_bytes = max_message_bytes;
+             config.message_limits = {message_limits.first, message_limits.second};
              config.mesh = mesh;
              return config;
            }),
            py::kw_only(), py::arg("name"), py::arg("layout"), py::arg("settings"),
-           py::arg("parent") = -1, py::arg("max_message_bytes") = 0, py::arg("mesh") = 0);
+           py::arg("parent") = -1, py::arg("message_limits") = std::pair{0, 0},
+           py::arg("mesh") = 0);
 }
 
 }  // namespace
@@ -179,15 +181,16 @@ void register_layout(py::module_& m) {
   m.def(
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
-         int nesting, std::size_t prefetch_depth, int replicas,
+         int nesting, std::size_t prefetch_depth, std::size_t most_kept_inputs, int replicas,
          const std::string& replica_transport) {
-        return describe(plan_buckets(
-            units,
-            {usual_traits(transport, on_gpu), nesting, prefetch_depth,
-             /*overlaps_copies=*/on_gpu, replicas, usual_traits(replica_transport, on_gpu)}));
+        return describe(
+            plan_buckets(units, {usual_traits(transport, on_gpu), nesting, prefetch_depth,
+                                 /*overlaps_copies=*/on_gpu, most_kept_inputs, replicas,
+                                 usual_traits(replica_transport, on_gpu)}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
-      py::arg("prefetch_depth"), py::arg("replicas"), py::arg("replica_transport"));
+      py::arg("prefetch_depth"), py::arg("most_kept_inputs"), py::arg("replicas"),
+      py::arg("replica_transport"));
 }
 
 }  // namespace fsdp

@@ -143,6 +143,7 @@ py::dict memory_of(TorchRoot& root) {
   result["ring_slot_bytes"] = ring != nullptr ? ring->slot_bytes() : 0;
   result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
   result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
+  result["gather_input_bytes"] = root.pipeline().gatherer().input_bytes();
   result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
   result["bucket_buffer_bytes"] = of_buckets;
   result["message_staging_bytes"] =
@@ -177,15 +178,16 @@ void register_root(py::module_& m) {
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
                        int prefetch_depth, int nesting, bool has_peers, bool check_order,
-                       py::object when_stale, std::shared_ptr<StepChecks> checks) {
+                       std::size_t most_kept_inputs, py::object when_stale,
+                       std::shared_ptr<StepChecks> checks) {
              return std::make_shared<TorchRoot>(
                  std::move(lanes), std::move(replicas),
-                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order},
+                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order, most_kept_inputs},
                  std::move(when_stale), std::move(checks));
            }),
            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
-           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"), py::arg("when_stale"),
-           py::arg("checks"))
+           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
+           py::arg("most_kept_inputs"), py::arg("when_stale"), py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &phase)
       .def("reset_iteration",

@@ -485,8 +485,13 @@ def resolve_max_message_bytes(value: int | None) -> int | None:
         return value
     raise ValueError(
         f"max_message_bytes is {value!r}. Pass a positive number of bytes below 2**63, or None for "
-        "messages of any size."
+        "the default."
     )
+
+
+def resolve_keep_gather_inputs(caller: str, value: bool | None) -> bool | None:
+    """Return ``keep_gather_inputs`` of ``caller`` as a bool or None, or raise TypeError."""
+    return None if value is None else as_bool(caller, "keep_gather_inputs", value)
 
 
 def resolve_check_every(value: int | None) -> int | None:

@@ -26,6 +26,7 @@ from fsdp_ext.sharding.api.arguments import (
     ensure_process_group,
     resolve_bucket_bytes,
     resolve_check_every,
+    resolve_keep_gather_inputs,
     resolve_max_message_bytes,
     resolve_mesh,
     resolve_offload,
@@ -70,6 +71,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
     prefetch: int | Literal["auto"] | None = ...,
+    keep_gather_inputs: bool | None = ...,
     check_every: int | None = ...,
 ) -> FSDPModule: ...
 
@@ -89,6 +91,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = ...,
     max_message_bytes: int | None = ...,
     prefetch: int | Literal["auto"] | None = ...,
+    keep_gather_inputs: bool | None = ...,
     check_every: int | None = ...,
 ) -> list[FSDPModule]: ...
 
@@ -107,6 +110,7 @@ def fully_shard(
     bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
     prefetch: int | Literal["auto"] | None = None,
+    keep_gather_inputs: bool | None = None,
     check_every: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters, gradients and optimizer state over data-parallel ranks.
@@ -174,11 +178,16 @@ def fully_shard(
             between parameters where that is possible; a parameter that is cut between rows is
             copied once more. The staging buffer and the reduce input then are as large as two
             messages. Units with different values do not share a bucket. A unit without a value has
-            the root's. By default messages have any size.
+            the root's. By default gathers' messages have any size, and those of reductions 256 to
+            512 MiB at most, by what the transport carries.
         prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.
             "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
+        keep_gather_inputs: whether each rank keeps its shards as it has cast them in forward, to
+            gather them again in backward. Otherwise they are cast for each gather, through buffers
+            of the largest bucket's shard. By default they are kept on the CPU, and on a GPU if they
+            take at most 2% of its memory. Only the root's value is used.
         check_every: the number of steps from one checked step to the next. In a checked step all
             ranks compare gathered parameters, and with hybrid sharding the shards of replicas. A
             difference, or a shard that changed although nothing wrote it, raises RuntimeError at
@@ -211,6 +220,7 @@ def fully_shard(
         bucket_bytes=bucket_bytes,
         max_message_bytes=max_message_bytes,
         prefetch=prefetch,
+        keep_gather_inputs=keep_gather_inputs,
         check_every=check_every,
         sets_classes=True,
     )
@@ -231,6 +241,7 @@ def make_units(
     bucket_bytes: int | Literal["auto"] | None = None,
     max_message_bytes: int | None = None,
     prefetch: int | Literal["auto"] | None = None,
+    keep_gather_inputs: bool | None = None,
     check_every: int | None = None,
     sets_classes: bool,
 ) -> None:
@@ -257,6 +268,7 @@ def make_units(
         max_message_bytes=resolve_max_message_bytes(max_message_bytes),
         prefetch=resolve_prefetch(prefetch),
         offloads=offloads,
+        keep_gather_inputs=resolve_keep_gather_inputs("fully_shard", keep_gather_inputs),
         check_every=resolve_check_every(check_every),
     )
     ignored = set(ignored_params or ()) | replicated_params(modules)

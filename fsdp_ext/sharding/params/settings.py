@@ -33,6 +33,7 @@ class UnitSettings:
     bucket_bytes: int | Auto | None = None
     max_message_bytes: int | None = None
     prefetch: int | Auto | None = None  # only the root's is used
+    keep_gather_inputs: bool | None = None  # only the root's is used
     check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
     offloads: bool = False  # shards and gradients are on the host, and the rest is not
@@ -83,14 +84,15 @@ class RootSettings:
     Args:
         prefetch: how many buckets' all-gathers are in flight ahead of the unit that runs.
         bucket_bytes: for each unit, the size up to which its bucket may grow.
-        max_message_bytes: for each unit, the size of its largest message; 0 for any size.
+        message_limits: for each unit, the size of the largest message of its gathers and of its
+            reductions; 0 for any size.
         reshard_after_forward: for each unit, whether it is resharded after forward.
         reshard_groups: for each unit, over how many ranks; 0 for all.
     """
 
     prefetch: int
     bucket_bytes: tuple[int, ...]
-    max_message_bytes: tuple[int, ...]
+    message_limits: tuple[tuple[int, int], ...]
     reshard_after_forward: tuple[bool, ...]
     reshard_groups: tuple[int, ...]
 

@@ -41,6 +41,13 @@ from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.root.unit_tree import UnitTree
 
 
+def _gpu_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU; None for another device."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 class Root(UnitTree):
     """The units of one root module and the C++ schedule that they share.
 
@@ -146,6 +153,7 @@ class Root(UnitTree):
             nesting=self.nesting(),
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
+            most_kept_inputs=self.most_kept_inputs(_gpu_memory(self.units[0].device)),
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
             checks=None if self.checks is None else self.checks.impl,
         )

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from fsdp_ext import _C
-from fsdp_ext.comm.costs import default_bucket_bytes
+from fsdp_ext.comm.costs import default_bucket_bytes, default_reduction_bytes
 from fsdp_ext.comm.link import Link
 from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.settings import DEFAULT_PREFETCH, Decision, RootSettings
 from fsdp_ext.sharding.root.module_state import groups_of
+
+_ANY_BYTES = 2**63
 
 
 class UnitTree:
@@ -105,11 +107,22 @@ class UnitTree:
                 layout=layout,
                 settings=self.core_settings(number, unit.grad_dtypes()[1]),
                 parent=parents[number],
-                max_message_bytes=self.settings.max_message_bytes[number],
+                message_limits=self.settings.message_limits[number],
                 mesh=meshes[number] if meshes else 0,
             )
             for number, (unit, layout) in enumerate(zip(self.units, layouts, strict=True))
         ]
+
+    def most_kept_inputs(self, device_memory: int | None) -> int:
+        """Return up to which size all gather inputs together are kept.
+
+        Args:
+            device_memory: the bytes of a rank's GPU; None on the CPU.
+        """
+        keeps = self.units[0].settings.keep_gather_inputs
+        if keeps is None and device_memory is not None:
+            return device_memory // 50
+        return 0 if keeps is False else _ANY_BYTES
 
     def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return the C++ settings of one unit: those that buckets and their memory depend on."""
@@ -142,7 +155,7 @@ class UnitTree:
         return RootSettings(
             prefetch=prefetch,
             bucket_bytes=tuple(self._bucket_bytes(unit, link, decision) for unit in self.units),
-            max_message_bytes=tuple(self._max_message_bytes(unit) for unit in self.units),
+            message_limits=tuple(self._message_limits(unit, link) for unit in self.units),
             reshard_after_forward=tuple(
                 number >= self.root_units and number not in stays
                 if unit.settings.reshard_after_forward is None
@@ -160,10 +173,17 @@ class UnitTree:
             return decision.choice.bucket_bytes
         return asked if isinstance(asked, int) else default_bucket_bytes(link)
 
-    def _max_message_bytes(self, unit: ParamGroup) -> int:
-        """Return the unit's own setting, or else the root's; 0 for messages of any size."""
+    def _message_limits(self, unit: ParamGroup, link: Link) -> tuple[int, int]:
+        """Return the size of the largest message of gathers and of reductions; 0 for any size.
+
+        That is the unit's own setting, or else the root's. Reductions have a limit in any case,
+        because a reduction's message needs one or two buffers of its size.
+        """
         asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
-        if asked is None or unit.world_size == 1:
-            return 0
-        unit.check_message_bytes(unit.entries, asked, training=True)
-        return asked
+        if unit.world_size == 1:
+            return 0, 0
+        if asked is not None:
+            unit.check_message_bytes(unit.entries, asked, training=True)
+            return asked, asked
+        is_whole = unit.settings.communication_hook is not None
+        return 0, 0 if is_whole else default_reduction_bytes(link)

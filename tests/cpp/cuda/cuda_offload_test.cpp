@@ -18,11 +18,19 @@ Setting offloaded(Setting setting) {
   return setting;
 }
 
+// All buckets share one gather input, or two if there are pieces.
+Setting sharing(Setting setting) {
+  setting.shares_inputs = true;
+  return offloaded(setting);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Settings, CudaOffload,
     ::testing::Values(offloaded({1, kDirectBytes}), offloaded({2, kDirectBytes}), offloaded({2, 0}),
                       offloaded({2, 300, 4}), offloaded({3, 0, 4, 5}), offloaded({2, 300, 2, 3, 2}),
-                      offloaded({1, 300, 1, 0, 2}), offloaded({4, 0, 2, 3, 1, 2})));
+                      offloaded({1, 300, 1, 0, 2}), offloaded({4, 0, 2, 3, 1, 2}),
+                      sharing({2, kDirectBytes}), sharing({3, 0, 4, 5}), sharing({2, 300, 2, 3, 2}),
+                      sharing({4, 0, 2, 3, 1, 2})));
 
 std::vector<Stream*> streams_of(Rank& rank) {
   std::vector<Stream*> streams{&rank.lanes->device->compute_stream(), &rank.lanes->gather.stream(),

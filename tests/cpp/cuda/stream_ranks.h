@@ -269,6 +269,7 @@ struct Setting {
   int group = 0;         // the ranks that units below the root are resharded to; 0: all
   int experts = 0;       // the ranks that share units 2 and 3: Note [several meshes]; 0: all
   bool is_offloaded = false;
+  bool shares_inputs = false;  // Note [gather inputs] in core/gather/gatherer.h
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -298,7 +299,9 @@ class Rank {
     if (setting.experts > 0) {
       add_experts(ids, rank, setting);
     }
-    pipeline = std::make_unique<Pipeline>(*lanes, PipelineOptions{}, replicas.get());
+    PipelineOptions options;
+    options.most_kept_inputs = setting.shares_inputs ? 0 : kAnyBytes;
+    pipeline = std::make_unique<Pipeline>(*lanes, options, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const bool is_expert = setting.is_expert(i);
       const int size = is_expert ? setting.experts : setting.world_size;
@@ -313,9 +316,10 @@ class Rank {
       config.parent = i == 0 ? -1 : 0;
       config.bucket_bytes =
           static_cast<std::size_t>(setting.bucket_units * size) * layout.gather_bytes();
-      config.max_message_bytes =
+      const std::size_t limit =
           static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
           sizeof(float);
+      config.message_limits = {limit, limit};
       pipeline->add_unit(std::move(config), *units.back());
     }
     pipeline->gatherer().set_poison_released_slots(true);
