@@ -4,6 +4,8 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
+    CUDA_HOME=dir   use this CUDA toolkit; otherwise the one of the nvcc on the PATH, or else
+                    /usr/local/cuda
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
                     build for these GPUs, as torch's own extensions do; the default is 8.0, 9.0
@@ -12,6 +14,7 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
+DEFAULT_CUDA = "/usr/local/cuda/bin"
 EXTENSION = "fsdp_ext._C"
 BUILD_INFO = "_build_info.py"
 
@@ -97,6 +101,12 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
             f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. Install what is "
             "missing, or unset FORCE_CUDA to make the CPU build."
         )
+    if torch.cuda is not None and has_driver():
+        raise SystemExit(
+            f"This machine has NVIDIA's driver and torch {torch.version} has CUDA, but {missing}. "
+            f"Install the CUDA toolkit {torch.cuda.split('.')[0]} and set CUDA_HOME to it, or set "
+            "FORCE_CPU=1 for a build of fsdp_ext without CUDA."
+        )
     return "CPU", missing
 
 
@@ -106,17 +116,41 @@ def why_no_cuda(torch: Torch) -> str | None:
         return f"torch {torch.version} is built without CUDA"
     version = nvcc_version()
     if version is None:
-        return "there is no nvcc on the PATH"
+        home = cuda_home()
+        return f"CUDA_HOME={home} has no bin/nvcc" if home else "there is no nvcc"
     if version.split(".")[0] != torch.cuda.split(".")[0]:
         return f"nvcc belongs to CUDA {version} and torch to CUDA {torch.cuda}"
     return None
 
 
+def has_driver() -> bool:
+    """Return whether NVIDIA's driver is installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def cuda_home() -> str | None:
+    """Return the directory of the CUDA toolkit that the environment names, or None."""
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or None
+
+
+def find_nvcc() -> str | None:
+    """Return the path of nvcc, or None. It is looked for where torch looks."""
+    home = cuda_home()
+    if home is not None:
+        return shutil.which("nvcc", path=os.path.join(home, "bin"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path=DEFAULT_CUDA)
+
+
 def nvcc_version() -> str | None:
-    """Return the release of the nvcc on the PATH, such as "13.0", or None if there is none."""
-    if shutil.which("nvcc") is None:
+    """Return the release of nvcc, such as "13.0", or None if there is none."""
+    nvcc = find_nvcc()
+    if nvcc is None:
         return None
-    result = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False)
+    result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     match = re.search(r"release (\d+\.\d+)", result.stdout)
     return match.group(1) if match else None
 
@@ -132,7 +166,10 @@ def cuda_architectures() -> list[str]:
         for number in re.findall(
             r"compute_(\d+)",
             subprocess.run(
-                ["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=False
+                [find_nvcc() or "nvcc", "--list-gpu-arch"],
+                capture_output=True,
+                text=True,
+                check=False,
             ).stdout,
         )
     }
@@ -222,7 +259,7 @@ def run_cmake(version: str) -> Path:
         "Python_EXECUTABLE": Path(sys.executable).as_posix(),
     }
     if kind == "CUDA":
-        settings["CMAKE_CUDA_COMPILER"] = shutil.which("nvcc")
+        settings["CMAKE_CUDA_COMPILER"] = find_nvcc()
         settings["CMAKE_CUDA_ARCHITECTURES"] = ";".join(cuda_architectures())
     configure = [cmake, "--log-level=NOTICE", "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]

@@ -45,6 +45,11 @@ def describe() -> dict[str, str]:
     }
     if _build_info.BUILD_KIND == "CUDA":
         lines |= _describe_cuda()
+    elif torch.version.cuda is not None:
+        lines["missing"] = (
+            f"CUDA, which torch has ({torch.version.cuda}): install again with FORCE_CUDA=1 and "
+            "CUDA_HOME set to a toolkit of the same major version"
+        )
     return lines
 
 

@@ -1,13 +1,15 @@
-"""setuptools' build backend, which builds against the installed version of torch.
+"""setuptools' build backend, which builds against the installed torch.
 
-pip builds in an isolated environment, where a requirement of `torch>=2.11` would install the newest
-torch. An extension built against it does not load into an older torch, so this backend requires
-the version that is installed, if there is one.
+pip builds in an isolated environment. There a requirement of torch would install another one than
+the user's: PyPI has one build of each version, and the user may have that of another CUDA. An
+extension built against it does not load, or lacks CUDA. So the build imports the torch of the
+environment that pip installs into, if there is one that is new enough.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from importlib.metadata import distributions
 from typing import Any
@@ -18,23 +20,47 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that are not repla
 OLDEST_TORCH = (2, 11)
 
 
-def torch_requirement() -> str:
-    """Return the requirement for the torch of the environment that pip installs into."""
+def installed_torch() -> str | None:
+    """Return the directory that has the torch of the environment outside; None without one."""
     # In pip's isolated environment these are still the paths of the environment outside.
     places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for torch in distributions(name="torch", path=places):
-        version = torch.version.split("+")[0]
-        major, minor = re.findall(r"\d+", version)[:2]
+        major, minor = re.findall(r"\d+", torch.version)[:2]
         if (int(major), int(minor)) >= OLDEST_TORCH:
-            return f"torch=={version}"
-    return "torch>=" + ".".join(map(str, OLDEST_TORCH))
+            return str(torch.locate_file(""))
+    return None
+
+
+def torch_requirements() -> list[str]:
+    """Return what the isolated environment needs so that the build can import torch."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return [] if installed_torch() is not None else [f"torch>={oldest}"]
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     """Return what building a wheel needs besides pyproject.toml's list."""
-    return [*build_meta.get_requires_for_build_wheel(config_settings), torch_requirement()]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *torch_requirements()]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
     """Return what an editable install needs besides pyproject.toml's list."""
-    return [*build_meta.get_requires_for_build_editable(config_settings), torch_requirement()]
+    return [*build_meta.get_requires_for_build_editable(config_settings), *torch_requirements()]
+
+
+def build_wheel(directory: str, settings: Any = None, metadata: str | None = None) -> str:
+    """Build a wheel against the installed torch."""
+    _find_installed_torch()
+    return build_meta.build_wheel(directory, settings, metadata)
+
+
+def build_editable(directory: str, settings: Any = None, metadata: str | None = None) -> str:
+    """Build an editable wheel against the installed torch."""
+    _find_installed_torch()
+    return build_meta.build_editable(directory, settings, metadata)
+
+
+def _find_installed_torch() -> None:
+    # At the end, so that the isolated environment's own packages come first.
+    place = installed_torch()
+    if place is not None and place not in sys.path:
+        sys.path.append(place)
