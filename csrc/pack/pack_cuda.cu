@@ -7,10 +7,16 @@
 // (CUDA C++ Programming Guide, "kernel parameters"). Every launch copies its arguments, so only
 // plans of many entries use the larger kind. A plan of more entries than fit takes several
 // launches.
+//
+// Note [loaded kernels]
+// By default CUDA loads a kernel at its first launch, and that may synchronise the device. A first
+// pack in backward would stall it, and could deadlock with a collective of another communicator. So
+// the packer loads all of its kernels when it is made.
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -139,6 +145,7 @@ class CudaPacker final : public Packer {
     int driver = 0;
     FSDP_CUDA_CHECK(cudaDriverGetVersion(&driver));
     takes_many_ = driver >= kOldestWithMany;
+    load_kernels();
   }
 
   void prepare(PackPlan& plan) override {
@@ -224,6 +231,37 @@ class CudaPacker final : public Packer {
   }
 
  private:
+  // See Note [loaded kernels].
+  void load_kernels() {
+    const CudaDeviceGuard guard(device_.index());
+    constexpr DType kFloats[] = {DType::Float32, DType::BFloat16, DType::Float16, DType::Float64};
+    for (const DType source : kFloats) {
+      for (const DType destination : kFloats) {
+        with_floats(source, destination, [this](auto from, auto to) {
+          using S = decltype(from);
+          using D = decltype(to);
+          load(pack_kernel<S, D, kAddresses>);
+          if (takes_many_) {
+            load(pack_kernel<S, D, kManyAddresses>);
+          }
+          load(cast_kernel<S, D>);
+        });
+      }
+    }
+    load(cast_kernel<kernels::Byte, kernels::Byte>);
+    load(unpack_kernel);
+  }
+
+  template <typename... Parameters>
+  void load(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes attributes;
+    FSDP_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    int of_processor = 0;
+    FSDP_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, 0));
+    blocks_[reinterpret_cast<const void*>(kernel)] = std::max(of_processor, 1) * processors_;
+  }
+
   template <typename Table>
   static const Table& prepared(const std::shared_ptr<const void>& table) {
     FSDP_CHECK(table != nullptr, "this plan was not prepared. Call prepare() before using it.");
@@ -262,32 +300,17 @@ class CudaPacker final : public Packer {
       return;
     }
     const CudaDeviceGuard guard(device_.index());
-    const auto most = static_cast<std::uint64_t>(blocks_at_once(kernel));
+    const auto most = static_cast<std::uint64_t>(blocks_.at(reinterpret_cast<const void*>(kernel)));
     const auto blocks = static_cast<unsigned>(std::min(most, (tiles + kWarps - 1) / kWarps));
     kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream.native_handle())>>>(
         arguments...);
     FSDP_CUDA_CHECK(cudaGetLastError());
   }
 
-  template <typename... Parameters>
-  int blocks_at_once(void (*kernel)(Parameters...)) {
-    const auto address = reinterpret_cast<const void*>(kernel);
-    const auto known = std::find_if(blocks_.begin(), blocks_.end(),
-                                    [&](const auto& entry) { return entry.first == address; });
-    if (known != blocks_.end()) {
-      return known->second;
-    }
-    int of_processor = 0;
-    FSDP_CUDA_CHECK(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, 0));
-    blocks_.emplace_back(address, std::max(of_processor, 1) * processors_);
-    return blocks_.back().second;
-  }
-
   Device& device_;
   int processors_ = 1;
   bool takes_many_ = false;
-  std::vector<std::pair<const void*, int>> blocks_;
+  std::unordered_map<const void*, int> blocks_;  // at once, by kernel
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,9 +21,16 @@ namespace {
 struct Kernels {
   std::mutex mutex;
   std::map<const void*, std::string> names;  // by the address of the host's stub
+  std::set<const void*> loaded;              // by cudaFuncGetAttributes, before any launch
   std::vector<Launcher> launchers;
 };
 Kernels& kernels() { return lasting<Kernels>(); }
+
+// The extension's kernels of a step: Note [loaded kernels] in csrc/pack/pack_cuda.cu.
+bool is_of_a_step(const std::string& name) {
+  return name.find("pack_kernel") != std::string::npos ||
+         name.find("11cast_kernel") != std::string::npos;
+}
 
 // torch.cuda._sleep, whose argument is cycles of a clock of 1 GHz here.
 bool launch_sleep(const Launch& launch) {
@@ -66,6 +74,10 @@ cudaError_t fsdp::ptx::launch_kernel(const void* host, dim3 grid, dim3 block, vo
     if (const auto found = known.names.find(host); found != known.names.end()) {
       request.name = found->second;
     }
+    if (is_of_a_step(request.name) && known.loaded.count(host) == 0) {
+      return failed(cudaErrorInvalidDeviceFunction,
+                    "the kernel " + request.name + " was not loaded before its first launch");
+    }
     launchers.insert(launchers.end(), known.launchers.begin(), known.launchers.end());
   }
   for (const Launcher launcher : launchers) {
@@ -101,7 +113,11 @@ cudaError_t cudaFuncSetAttribute(const void* /*host*/, cudaFuncAttribute /*attri
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*host*/) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* host) {
+  {
+    const std::lock_guard<std::mutex> lock(kernels().mutex);
+    kernels().loaded.insert(host);
+  }
   std::memset(attributes, 0, sizeof(*attributes));
   attributes->maxThreadsPerBlock = 1024;
   attributes->binaryVersion = attributes->ptxVersion = 90;
