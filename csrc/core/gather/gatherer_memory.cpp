@@ -14,9 +14,10 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   if (lane_.most(memory.input_bytes > 0 ? 1 : 0, may_differ) > 0) {  // on a rank with less memory
     memory = plan_gathers(uses_of(buckets), slots, /*most_kept_inputs=*/0);
   }
-  // Work in flight may still use the buffers of the previous plan. They are freed first, so that
-  // old and new buffers never exist together.
+  // Work in flight may still use the buffers of the previous plan, and the compute stream reads
+  // slots. They are freed first, so that old and new buffers never exist together.
   lane_.synchronize();
+  device_.compute_stream().synchronize();
   ring_.reset();
   staging_.reset(nullptr, 0);
   input_.reset(nullptr, 0);
