@@ -141,11 +141,15 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("gradients in flight, at most", memory.gradients_in_flight),
         ("messages in flight", memory.message_staging),
         ("peak without activations", memory.peak),
+        ("FSDP2's peak without activations", memory.fsdp2_peak),
         *([("in the host's memory", memory.on_host)] if memory.on_host else []),
     ]
     return columns(
         ("memory of each rank", "size", "bytes"),
-        [(name, size(nbytes), f"{nbytes:,}") for name, nbytes in rows],
+        [
+            (name, "not computed", "") if nbytes is None else (name, size(nbytes), f"{nbytes:,}")
+            for name, nbytes in rows
+        ],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_ext import _C
+from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
 
 
@@ -64,7 +65,8 @@ class PlannedMemory:
     figures assume that each backward reduces and that gradients are set to None between steps.
     Adding to existing gradients needs the reduce output, too, and units that accumulate without
     reducing need a reduce input of their own. ``on_host`` is what offloaded units have in the
-    host's memory, and not on the GPU: shards, gradients and optimizer states.
+    host's memory, and not on the GPU: shards, gradients and optimizer states. ``fsdp2_peak`` is the
+    peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is not computed.
     """
 
     shards: int
@@ -81,6 +83,7 @@ class PlannedMemory:
     gradients_in_flight: int
     message_staging: int
     on_host: int = 0
+    fsdp2_peak: int | None = None
 
     @property
     def ring(self) -> int:
@@ -209,6 +212,7 @@ def memory_of(
         gradients_in_flight=found["gradients_in_flight_bytes"],
         message_staging=found["message_staging_bytes"],
         on_host=on_host,
+        fsdp2_peak=fsdp2_peak(root, optimizer_states),
     )
 
 

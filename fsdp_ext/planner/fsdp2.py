@@ -1,0 +1,258 @@
+"""The peak memory of PyTorch's FSDP2 for planned units, to compare with that of fsdp_ext.
+
+``fsdp2_peak`` walks through one training step and adds up the tensors that FSDP2 then holds. The
+rules are those of ``torch/distributed/fsdp/_fully_shard`` in torch 2.11 and 2.13. Each rule below
+names the function that it follows. FSDP2 frees tensors when the host has issued what uses them, so
+the sum is what torch's allocator counts as allocated, not as reserved. Modules are taken to run in
+order of registration, as in the rest of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import Literal
+
+from torch import nn
+
+from fsdp_ext.planner.units import PlannedParam, PlannedRoot, PlannedUnit
+from fsdp_ext.sharding.root.module_state import groups_of
+
+# A moment of forward; backward passes them in reverse. A unit is entered when its first module
+# starts, a parameter is used when its module starts, and a unit is left when its last module ends.
+_Moment = tuple[Literal["enter", "use", "leave"], PlannedUnit, PlannedParam | None]
+
+
+def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
+    """Return the most bytes that FSDP2 allocates on the first rank, without activations.
+
+    Gradients are None at the start of the step, the optimizer's states exist already, and each
+    backward reduces.
+
+    Args:
+        root: the planned units. FSDP2 has the same ones, with the same settings.
+        optimizer_states: how many tensors the optimizer keeps per trained parameter.
+
+    Returns:
+        The bytes, or None where the walk does not know FSDP2's rules: with CPU offload, if one rank
+        has whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, and
+        for units that skip a reshard or an unshard in backward.
+    """
+    if not all(_is_known(unit) for unit in root.units):
+        return None
+    groups = dict(zip(root.units, root.settings.reshard_groups, strict=True))
+    reshards = dict(zip(root.units, root.settings.reshard_after_forward, strict=True))
+    step = _Step({unit: groups[unit] if reshards[unit] else None for unit in root.units})
+    for unit in root.units:
+        trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
+        step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
+        step.hold("optimizer states", unit, optimizer_states * trained)
+    moments = list(_moments(root))
+    step.forward(moments)
+    step.backward(moments)
+    return step.peak
+
+
+def _is_known(unit: PlannedUnit) -> bool:
+    asked = unit.settings
+    has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
+    is_usual = asked.reshard_after_backward and asked.unshard_in_backward
+    return unit.world_size > 1 and is_usual and not asked.offloads and not has_lists
+
+
+def _moments(root: PlannedRoot) -> Iterator[_Moment]:
+    """Return the moments of forward, in order."""
+    of_param = {param.parameter: (unit, param) for unit in root.units for param in unit.params}
+    modules_left = {
+        unit: len(names) for unit, names in zip(root.units, root.module_names(), strict=True)
+    }
+    entered: set[PlannedUnit] = set()
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[_Moment]:
+        if module in visited:
+            return
+        visited.add(module)
+        units = [unit for unit in groups_of(module) if isinstance(unit, PlannedUnit)]
+        for unit in units:
+            if unit not in entered:
+                yield "enter", unit, None
+            entered.add(unit)
+        for parameter in module.parameters(recurse=False):
+            if parameter in of_param:
+                yield "use", *of_param[parameter]
+        for child in module.children():
+            yield from visit(child)
+        for unit in units:
+            modules_left[unit] -= 1
+            if modules_left[unit] == 0:
+                yield "leave", unit, None
+
+    return visit(root.module)
+
+
+# - Sizes of tensors
+
+
+def _shard_numel(unit: PlannedUnit, param: PlannedParam) -> int:
+    """Return the elements of a shard, padded to equal rows (``FSDPParam._init_sharded_param``)."""
+    return math.ceil(param.shape[0] / unit.world_size) * param.shape[1:].numel()
+
+
+def _shard_bytes(unit: PlannedUnit, param: PlannedParam) -> int:
+    return _shard_numel(unit, param) * param.dtype.itemsize
+
+
+def _unit_bytes(unit: PlannedUnit) -> int:
+    """Return the bytes of unsharded parameters (``FSDPParam.init_all_gather_outputs``)."""
+    of_shard = sum(
+        _shard_numel(unit, param) * unit.compute_dtype(param).itemsize for param in unit.params
+    )
+    return of_shard * unit.world_size
+
+
+class _Step:
+    """The tensors that FSDP2 holds at a moment of a step, and their largest sum so far.
+
+    Args:
+        groups: how many ranks share each unit between forward and backward; 0 stands for all, and
+            None for units that stay unsharded.
+    """
+
+    def __init__(self, groups: dict[PlannedUnit, int | None]) -> None:
+        self.peak = 0
+        self._sum = 0
+        self._held: dict[tuple[str, Hashable], int] = {}
+        self._groups = groups
+        self._gathered: PlannedUnit | None = None  # FSDPCommContext.all_gather_state
+        self._reduced: PlannedUnit | None = None  # FSDPCommContext.reduce_scatter_states
+        self._order: list[PlannedUnit] = []  # FSDPCommContext.post_forward_order
+        # The trained parameters in FSDP2's order, which is that of their first use.
+        self._trained: dict[PlannedUnit, list[PlannedParam]] = {unit: [] for unit in groups}
+
+    def hold(self, what: str, of: Hashable, nbytes: int) -> None:
+        """Allocate a tensor, or several that are freed together."""
+        self._held[what, of] = nbytes
+        self._sum += nbytes
+        self.peak = max(self.peak, self._sum)
+
+    def _free(self, what: str, of: Hashable) -> None:
+        self._sum -= self._held.pop((what, of), 0)
+
+    def _has(self, what: str, of: Hashable) -> bool:
+        return (what, of) in self._held
+
+    def forward(self, moments: list[_Moment]) -> None:
+        """``FSDPState._pre_forward`` and ``_post_forward`` of each unit."""
+        used: set[nn.Parameter] = set()
+        for kind, unit, param in moments:
+            if kind == "enter":
+                self._unshard(unit)
+                self._wait_for_unshard(unit, in_forward=True)
+            elif param is not None and param.is_trained and param.parameter not in used:
+                used.add(param.parameter)
+                self._trained[unit].append(param)
+            elif kind == "leave":
+                self._reshard_after_forward(unit)
+                self._order.append(unit)
+        self._free("all-gather output", self._gathered)
+
+    def backward(self, moments: list[_Moment]) -> None:
+        """``FSDPState._pre_backward``, ``FSDPParamGroup.post_backward`` and the final callback.
+
+        A unit has no backward if nothing that is trained is used before its end. If nothing is
+        before its start, autograd computes no gradient of its inputs, and the final callback runs
+        its ``post_backward``. That is the case of the root and often of an embedding.
+        """
+        trained = [i for i, (_, _, param) in enumerate(moments) if param and param.is_trained]
+        first = min(trained, default=len(moments))
+        waiting = set(self._groups)
+        for kind, unit, param in reversed(moments[first:]):
+            if kind == "leave":
+                self._unshard(unit)
+                self._wait_for_unshard(unit, in_forward=False)
+                before = self._order.index(unit) - 1
+                if before >= 0:  # FSDPParamGroup._backward_prefetch
+                    self._unshard(self._order[before])
+            elif kind == "use":
+                self._differentiate(unit, param)
+            else:
+                self._post_backward(unit)
+                waiting.remove(unit)
+        for unit in self._groups:  # FSDPState._root_post_backward_final_callback
+            if unit in waiting:
+                self._post_backward(unit)
+            self._free("reduce-scatter output", unit)
+            self._free("all-gather output", unit)  # prefetched without a backward
+
+    def _unshard(self, unit: PlannedUnit) -> None:
+        """``foreach_all_gather``: shards are cast, and then copied into their part of the output.
+
+        Cast shards are left out. They are freed before the output is copied into parameters, which
+        are larger.
+        """
+        if not self._has("unsharded", unit) and not self._has("all-gather output", unit):
+            self.hold("all-gather output", unit, _unit_bytes(unit))
+
+    def _wait_for_unshard(self, unit: PlannedUnit, *, in_forward: bool) -> None:
+        """``FSDPParamGroup.wait_for_unshard``: the output is copied into parameters.
+
+        In forward, the output is kept until the next unit's copies are issued, at the end of this
+        function (``prev_all_gather_state``).
+        """
+        if not self._has("all-gather output", unit):
+            return
+        self.hold("unsharded", unit, _unit_bytes(unit))
+        self._free("kept for backward", unit)
+        self._free("all-gather output", self._gathered if in_forward else unit)
+        self._gathered = unit if in_forward else None
+
+    def _reshard_after_forward(self, unit: PlannedUnit) -> None:
+        """``FSDPParamGroup.reshard``; a smaller group keeps clones of its own shards."""
+        group = self._groups[unit]
+        if group is None:
+            return
+        if group > 0:
+            self.hold("kept for backward", unit, _unit_bytes(unit) // group)
+        self._free("unsharded", unit)
+
+    def _differentiate(self, unit: PlannedUnit, param: PlannedParam | None) -> None:
+        """Autograd computes a gradient in the dtype of computation.
+
+        A parameter that is used twice has two, and their sum is a third tensor.
+        """
+        if param is None or not param.is_trained:
+            return
+        nbytes = param.shape.numel() * unit.compute_dtype(param).itemsize
+        if self._has("gradient", param.parameter):
+            self.hold("second gradient and sum", param.parameter, 2 * nbytes)
+            self._free("second gradient and sum", param.parameter)
+        else:
+            self.hold("gradient", param.parameter, nbytes)
+
+    def _post_backward(self, unit: PlannedUnit) -> None:
+        """``FSDPParamGroup.post_backward`` and ``foreach_reduce``.
+
+        The input of the previous reduce-scatter is kept until here. While the reduction is issued,
+        a loop variable of ``foreach_reduce`` keeps the gradient of the last parameter. With
+        replicas and a cast, the output is kept until the end (``AllReduceState``).
+        """
+        self._free("unsharded", unit)
+        self._free("reduce-scatter input", self._reduced)
+        params = [param for param in self._trained[unit] if self._has("gradient", param.parameter)]
+        if not params:
+            return
+        self._reduced = unit
+        reduce_dtype = unit.grad_dtypes()[1]
+        reduced = sum(_shard_numel(unit, param) for param in params) * reduce_dtype.itemsize
+        self.hold("reduce-scatter input", unit, reduced * unit.world_size)
+        for param in params[:-1]:
+            self._free("gradient", param.parameter)
+        self.hold("reduce-scatter output", unit, reduced)
+        sharded = sum(_shard_bytes(unit, param) for param in params)
+        if reduce_dtype == params[-1].dtype:
+            self._free("reduce-scatter output", unit)  # it becomes the sharded gradient
+        self.hold("sharded gradient", unit, sharded)
+        if unit.replicas == 1:
+            self._free("reduce-scatter output", unit)
+        self._free("gradient", params[-1].parameter)
