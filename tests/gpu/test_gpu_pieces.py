@@ -112,7 +112,7 @@ def test_units_cut_into_messages_train_as_others(
     train_cases(cases, world_size, PACKED, tmp_path, timeout=100.0)
 
 
-def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
+def _with_extensions(shard: Callable[[nn.Module], object]) -> Any:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(4)]
     for layer in layers:
@@ -121,7 +121,11 @@ def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
     for layer in model:
         shard(layer)
     shard(model)
-    return losses_of(model, 16, STEPS)
+    return model
+
+
+def _train_extensions(shard: Callable[[nn.Module], object]) -> list[Tensor]:
+    return losses_of(_with_extensions(shard), 16, STEPS)
 
 
 def _compare_extensions() -> None:
@@ -152,3 +156,37 @@ def _compare_packing() -> None:
 @pytest.mark.timeout(90)
 def test_packing_on_one_multiprocessor_trains_as_on_all() -> None:
     run_ranks(_compare_packing, 2, timeout=80.0, device="cuda")
+
+
+def _losses_after_changed_inputs(is_abandoned: bool) -> list[Tensor]:
+    """Change the last layer while the first one runs.
+
+    Args:
+        is_abandoned: whether a gather of the last layer may still read its old inputs then. It was
+            prefetched into the slot that the second layer takes.
+    """
+    model = _with_extensions(functools.partial(fsdp_ext.fully_shard, bucket_bytes=0))
+    first, second, *_, last = model
+    if is_abandoned:
+        first.set_modules_to_forward_prefetch([last])
+
+    def change(*_: object) -> None:
+        if is_abandoned:
+            second.unshard(async_op=True)
+        with torch.no_grad():
+            last.weight.mul_(0.5)
+        if is_abandoned:
+            last.unshard(async_op=True)
+
+    first.register_forward_pre_hook(change)
+    return losses_of(model, 16, STEPS)
+
+
+def _compare_changed_inputs() -> None:
+    expected = _losses_after_changed_inputs(False)
+    assert all(map(torch.equal, _losses_after_changed_inputs(True), expected))
+
+
+@pytest.mark.timeout(90)
+def test_inputs_of_extensions_are_not_overwritten_while_an_abandoned_gather_reads_them() -> None:
+    run_ranks(_compare_changed_inputs, 2, timeout=80.0, device="cuda")
