@@ -82,14 +82,18 @@ def default_bucket_bytes(link: Link) -> int:
     return round(LAUNCHES * link.alpha * link.beta)
 
 
-def default_reduction_bytes(link: Link) -> int:
+def default_reduction_bytes(link: Link, ranks: int) -> int:
     """Return the size of the largest message of a reduction, summed over all ranks.
 
-    Cutting a reduction into messages of this size costs at most 4% of its time, as latency, unless
-    the upper bound is less. The memory for two messages is small beside that of a model whose
-    reductions are cut.
+    A cut costs at most 4% of the reduction's time, as latency. A ring's latency grows with its
+    ranks, and typical links have that of 64 or fewer. The lower bound makes cuts rare in small
+    models, where they would save little memory.
+
+    Args:
+        link: a typical link of the transport.
+        ranks: the number of all ranks, with replicas, since each message is summed over these, too.
     """
-    return round(min(max(25 * link.alpha * link.beta, 256 * 2**20), 512 * 2**20))
+    return round(max(25 * link.alpha * link.beta * max(1, ranks / 64), 256 * 2**20))
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def test_shared_gather_inputs_train_as_kept_ones_and_as_fsdp2(case: str) -> None
 def _cut_reductions(limit: int) -> tuple[list[int], list[int]]:
     whole = _train(sharded(mp_policy=HALF, bucket_bytes=0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_tree, "default_reduction_bytes", lambda link: limit)
+        patch.setattr(unit_tree, "default_reduction_bytes", lambda link, ranks: limit)
         model = sharded(mp_policy=HALF, bucket_bytes=0)
         assert all(map(torch.equal, _train(model), whole))
     buckets = model._fsdp_ext_unit.root.impl.buckets()

@@ -178,8 +178,8 @@ def fully_shard(
             between parameters where that is possible; a parameter that is cut between rows is
             copied once more. The staging buffer and the reduce input then are as large as two
             messages. Units with different values do not share a bucket. A unit without a value has
-            the root's. By default gathers' messages have any size, and those of reductions 256 to
-            512 MiB at most, by what the transport carries.
+            the root's. By default gathers' messages have any size, and those of reductions 256 MiB
+            at most, or more over many ranks, by the latency of the transport.
         prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.

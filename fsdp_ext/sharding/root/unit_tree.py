@@ -186,4 +186,4 @@ class UnitTree:
             unit.check_message_bytes(unit.entries, asked, training=True)
             return asked, asked
         is_whole = unit.settings.communication_hook is not None
-        return 0, 0 if is_whole else default_reduction_bytes(link)
+        return 0, 0 if is_whole else default_reduction_bytes(link, unit.world_size * unit.replicas)
