@@ -5,10 +5,9 @@ fsdp_ext.verify(model, batch, units=Block)
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -34,7 +33,7 @@ from fsdp_ext.verifier.arguments import (
 )
 from fsdp_ext.verifier.checks import Site
 from fsdp_ext.verifier.peers import GroupPeers, PeersInTurns
-from fsdp_ext.verifier.random_state import RandomState
+from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check, Verification
 from fsdp_ext.verifier.subject import Subject
 from fsdp_ext.verifier.turns import Turns, run_in_turns
@@ -138,22 +137,13 @@ def verify(
         settings=settings,
         device=torch.device("cpu") if mesh is None else device_of(mesh),
     )
-    check_copy(lambda: subject.plain(lambda copied: None), model)
-    with _random_state_kept():
+    check_copy(subject)
+    with random_state_kept():
         found = _in_group(subject, mesh) if mesh is not None else _in_this_process(subject, size)
     result = Verification(type(model).__name__, size, len(subject.unit_names) + 1, tuple(found))
     if verbose and (mesh is None or dist.get_rank() == 0):
         print(result, file=sys.stdout)
     return result
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state = RandomState.now()
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _in_group(subject: Subject, mesh: DeviceMesh) -> list[Check]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fsdp_ext.sharding.api.arguments import (
     resolve_prefetch,
 )
 from fsdp_ext.sharding.root.module_state import has_state
+from fsdp_ext.verifier.subject import Subject
 
 
 def check_model(model: Any) -> None:
@@ -129,7 +130,7 @@ def names_of_units(model: nn.Module, units: Units | None) -> tuple[str, ...]:
     return tuple(reversed(names))  # users shard inner modules first, too
 
 
-def check_copy(copy: Callable[[], nn.Module], model: nn.Module) -> None:
+def check_copy(subject: Subject) -> None:
     """Check that the model can be copied.
 
     Raises:
@@ -137,10 +138,10 @@ def check_copy(copy: Callable[[], nn.Module], model: nn.Module) -> None:
     """
     try:
         with torch.no_grad():
-            copy()
+            subject.plain()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(
-            f"verify trains copies of the {type(model).__name__}, but copy.deepcopy of it raised "
-            f"{type(error).__name__}: {error} Remove what cannot be copied, such as locks, "
+            f"verify trains copies of the {type(subject.model).__name__}, but copy.deepcopy of it "
+            f"raised {type(error).__name__}: {error} Remove what cannot be copied, such as locks, "
             "handles and tensors with a history, from its modules."
         ) from error

@@ -12,18 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import check_loss
 from fsdp_ext.sharding.root.root import Root
+from fsdp_ext.verifier.comparison import Comparison
 from fsdp_ext.verifier.peers import Peers
-from fsdp_ext.verifier.random_state import RandomState
+from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check
-from fsdp_ext.verifier.steps import (
-    Compared,
-    Comparison,
-    Trainee,
-    Way,
-    rows_of,
-    train_beside,
-)
-from fsdp_ext.verifier.subject import Subject
+from fsdp_ext.verifier.steps import Trainee, Way, rows_of, train_beside
+from fsdp_ext.verifier.subject import Preparation, Subject, no_preparation
 
 DELAY = 0.002  # seconds that a stream pauses
 _DELAYS = 20  # pauses of each stream in a step, at most
@@ -44,16 +38,33 @@ class Site:
     peers: Peers
     mesh: DeviceMesh
 
-    def beside(self, way: Way) -> Compared:
+    def beside(self, way: Way) -> Comparison:
         """Train an unsharded and a sharded copy side by side."""
         return train_beside(self.subject, self.peers, self.mesh, way)
+
+    def twice(self, make: Callable[[], nn.Module], *ways: Way) -> Comparison:
+        """Train two copies in two ways, and compare them."""
+        runs = []
+        for way in ways:
+            with random_state_kept():
+                trainee = Trainee(make(), self.subject, way)
+                seen: list[tuple[str, Tensor | None]] = []
+                for _ in range(way.steps):
+                    seen += [*trainee.step(), *_state_of(trainee.model)]
+                    trainee.update()
+            runs.append(seen)
+        comparison = Comparison(self.peers)
+        for (name, first), (_, second) in zip(*runs, strict=True):
+            comparison.add(name, "the second run", first, second)
+        comparison.conclude()
+        return comparison
 
 
 class _NotTried(Exception):
     """A check does not apply to this model."""
 
 
-def run_checks(site: Site, checks: dict[str, Callable[[Site], Compared]]) -> Iterator[Check]:
+def run_checks(site: Site, checks: dict[str, Callable[[Site], Comparison]]) -> Iterator[Check]:
     """Yield the result of each check. No check is tried after one that raised an error."""
     has_raised = False
     for name, check in checks.items():
@@ -64,97 +75,76 @@ def run_checks(site: Site, checks: dict[str, Callable[[Site], Compared]]) -> Ite
         yield result
 
 
-def _attempt(name: str, check: Callable[[Site], Compared], site: Site) -> tuple[Check, bool]:
+def _attempt(name: str, check: Callable[[Site], Comparison], site: Site) -> tuple[Check, bool]:
     """Return the result of a check, the same on all ranks, and whether it raised an error."""
-    compared, error, reason = Compared(), None, None
+    result, error = None, None
     try:
-        compared = check(site)
+        result = _result_of(name, check(site))
     except _NotTried as not_tried:
-        reason = str(not_tried)
+        result = Check(name, None, str(not_tried))
     except Exception as raised:
         # The text alone: a traceback would keep the copies alive.
         error = f"{type(raised).__name__}: {raised}"
     errors = site.peers.exchange(error)
-    first = next((rank for rank, text in enumerate(errors) if text is not None), None)
-    if first is not None:
-        return Check(name, False, f"rank {first} raised {errors[first]}"), True
-    if reason is not None:
-        return Check(name, None, reason), False
-    found = compared.difference
-    result = Check(
+    for rank, text in enumerate(errors):
+        if text is not None:
+            return Check(name, False, f"rank {rank} raised {text}"), True
+    assert result is not None
+    return result, False
+
+
+def _result_of(name: str, comparison: Comparison) -> Check:
+    found = comparison.difference
+    return Check(
         name,
-        True,
-        values=compared.values,
-        is_exact=compared.is_exact,
-        transport=compared.transport,
+        ok=found is None,
+        detail="" if found is None else f"{found.what}, on rank {found.rank}",
+        parameter=None if found is None else found.parameter,
+        values=comparison.values,
+        is_exact=comparison.is_exact,
+        transport=comparison.transport,
     )
-    if found is None:
-        return result, False
-    detail = f"{found.what}, on rank {found.rank}"
-    return replace(result, ok=False, detail=detail, parameter=found.parameter), False
 
 
 # - The checks
 
 
-def unsharded_twice(site: Site) -> Compared:
+def unsharded_twice(site: Site) -> Comparison:
     """Check that two unsharded runs are equal. Otherwise nothing else can be compared."""
-    runs = []
-    state = RandomState.now()
-    for _ in range(2):
-        state.restore()
-        trainee = Trainee(site.subject.plain(_nothing), site.subject, Way(), 1.0)
-        seen = [*trainee.step(is_sharded=False), *_state_of(trainee.model)]
-        runs.append(seen)
-    return _compare_runs(site, runs)
+    return site.twice(site.subject.plain, Way(steps=1), Way(steps=1))
 
 
-def steps(site: Site) -> Compared:
+def steps(site: Site) -> Comparison:
     """Train as usual."""
     return site.beside(Way())
 
 
-def disturbed(site: Site) -> Compared:
+def disturbed(site: Site) -> Comparison:
     """Fill released slots with NaN, and let streams pause, so that early reads show."""
     disturbance = Disturbance()
     return site.beside(Way(disturbance.watch, disturbance, steps=3))
 
 
-def unused(site: Site) -> Compared:
+def unused(site: Site) -> Comparison:
     """Cut a unit off the loss, on every second rank if ranks may differ."""
-    name = _cuttable_unit(site)
+    prepare = _cutting(_cuttable_unit(site))
     peers = site.peers
-
-    def cut(model: nn.Module) -> None:
-        if peers.rank % 2 == 1 or peers.size == 1 or not peers.may_differ:
-            model.get_submodule(name).register_forward_hook(_detach_output)
-
-    disturbance = Disturbance()
-    return site.beside(Way(cut, disturbance, reaches_all=not peers.may_differ))
+    if peers.rank % 2 == 0 and peers.size > 1 and peers.may_differ:
+        prepare = no_preparation
+    return site.beside(Way(prepare, Disturbance(), reaches_all=not peers.may_differ))
 
 
-def two_forwards(site: Site) -> Compared:
+def two_forwards(site: Site) -> Comparison:
     """Use each unit in two forwards before a backward."""
     return site.beside(Way(disturb=Disturbance(), forwards=2))
 
 
-def sharded_twice(site: Site) -> Compared:
+def sharded_twice(site: Site) -> Comparison:
     """Train two sharded copies, the second one with streams that pause."""
-    runs = []
-    state = RandomState.now()
-    for way in (Way(), Way(disturb=Disturbance())):
-        state.restore()
-        trainee = Trainee(site.subject.sharded(_nothing, site.mesh), site.subject, way, 1.0)
-        seen: list[tuple[str, Any]] = []
-        for _ in range(way.steps):
-            seen += trainee.step(is_sharded=True)
-            seen += _state_of(trainee.model)
-            trainee.update()
-        runs.append(seen)
-    return _compare_runs(site, runs)
+    return site.twice(lambda: site.subject.sharded(site.mesh), Way(), Way(disturb=Disturbance()))
 
 
-ALL: dict[str, Callable[[Site], Compared]] = {
+ALL: dict[str, Callable[[Site], Comparison]] = {
     "the unsharded model, twice": unsharded_twice,
     "two steps, beside the unsharded model": steps,
     "released slots poisoned, streams delayed": disturbed,
@@ -164,13 +154,9 @@ ALL: dict[str, Callable[[Site], Compared]] = {
 }
 
 # The checks that threads as ranks cannot do, for one rank.
-WITH_STREAMS: dict[str, Callable[[Site], Compared]] = {
+WITH_STREAMS: dict[str, Callable[[Site], Comparison]] = {
     "the same on one rank, with streams of its own": disturbed,
 }
-
-
-def _nothing(model: nn.Module) -> None:
-    pass
 
 
 class Disturbance:
@@ -180,10 +166,8 @@ class Disturbance:
         self._root: Root | None = None
         self._left = 0
 
-    def __call__(self, root: Root | None) -> None:
+    def __call__(self, root: Root) -> None:
         """Disturb a sharded copy before its forward or its backward."""
-        if root is None:
-            return
         root.impl.set_poison_released_slots(True)
         self._root = root
         self._left = _DELAYS
@@ -209,9 +193,8 @@ def _cuttable_unit(site: Site) -> str:
     names = site.subject.unit_names[::-1][:_CANDIDATES]
     if not names:
         raise _NotTried("the model is one unit")
-    state = RandomState.now()
-    answers = site.peers.exchange([_can_be_cut(site, name) for name in names])
-    state.restore()
+    with random_state_kept():
+        answers = site.peers.exchange([_can_be_cut(site, name) for name in names])
     for number, name in enumerate(names):
         if all(answer[number] for answer in answers):
             return name
@@ -219,37 +202,29 @@ def _cuttable_unit(site: Site) -> str:
 
 
 def _can_be_cut(site: Site, name: str) -> bool:
-    def cut(model: nn.Module) -> None:
-        model.get_submodule(name).register_forward_hook(_detach_output)
-
-    trainee = Trainee(site.subject.plain(cut), site.subject, Way(), 1.0)
+    trainee = Trainee(site.subject.plain(_cutting(name)), site.subject, Way())
     try:
-        trainee.step(is_sharded=False)
+        trainee.step()
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def _cutting(name: str) -> Preparation:
+    return lambda model: model.get_submodule(name).register_forward_hook(_detach_output)
 
 
 def _detach_output(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, output)
 
 
-def _state_of(model: nn.Module) -> list[tuple[str, Any]]:
+def _state_of(model: nn.Module) -> list[tuple[str, Tensor | None]]:
     """Return gradients, parameters and buffers: whole ones, or this rank's rows."""
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, Tensor | None]] = []
     for name, param in model.named_parameters():
         found.append((name, None if param.grad is None else rows_of(param.grad).clone()))
         found.append((name, rows_of(param.detach()).clone()))
     return [*found, *((name, buffer.clone()) for name, buffer in model.named_buffers())]
-
-
-def _compare_runs(site: Site, runs: list[list[tuple[str, Any]]]) -> Compared:
-    compared = Compared()
-    comparison = Comparison(site.peers, compared)
-    for (name, first), (_, second) in zip(*runs, strict=True):
-        comparison.add(name, "the second run", first, second)
-    comparison.conclude()
-    return compared
 
 
 def check_same_parameters(site: Site) -> None:
@@ -258,8 +233,7 @@ def check_same_parameters(site: Site) -> None:
     Raises:
         ValueError: if names, shapes, dtypes or values differ.
     """
-    compared = Compared()
-    comparison = Comparison(site.peers, compared)
+    comparison = Comparison(site.peers)
     params = dict(site.subject.model.named_parameters())
     kinds = site.peers.exchange([(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()])
     for rank, kind in enumerate(kinds):
@@ -272,10 +246,12 @@ def check_same_parameters(site: Site) -> None:
     for name, param in params.items():
         of_first = site.peers.gather(param.detach().to(site.subject.device))[0]
         comparison.add(name, "the parameter", of_first, param.detach().to(of_first.device))
-    if comparison.conclude() and compared.difference is not None:
+    comparison.conclude()
+    found = comparison.difference
+    if found is not None:
         raise ValueError(
-            f"verify got different values of '{compared.difference.parameter}' on ranks 0 and "
-            f"{compared.difference.rank}. Set the same seed on all ranks before making the model."
+            f"verify got different values of '{found.parameter}' on ranks 0 and {found.rank}. Set "
+            "the same seed on all ranks before making the model."
         )
 
 
@@ -288,14 +264,13 @@ def check_first_loss(site: Site) -> None:
         RuntimeError: if only other ranks raise an error.
     """
     subject = site.subject
-    state = RandomState.now()
     error: Exception | None = None
-    try:
-        checked = replace(subject, loss=lambda output: _checked(subject.loss(output)))
-        Trainee(checked.plain(_nothing), checked, Way(), 1.0).step(is_sharded=False)
-    except Exception as raised:
-        error = raised
-    state.restore()
+    with random_state_kept():
+        try:
+            checked = replace(subject, loss=lambda output: _checked(subject.loss(output)))
+            Trainee(checked.plain(), checked, Way()).step()
+        except Exception as raised:
+            error = raised
     texts = site.peers.exchange(None if error is None else f"{type(error).__name__}: {error}")
     try:
         if error is not None:

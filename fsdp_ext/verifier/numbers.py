@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_ext.sharding.params.sharded_param import ShardedParam
 from fsdp_ext.sharding.root.root import Root
@@ -46,8 +46,17 @@ class Reduction:
     is_exact: bool
 
     @classmethod
-    def of(cls, unit: Unit, param: ShardedParam, root: Root) -> Reduction:
-        """Return how ``unit`` reduces the gradient of ``param``."""
+    def by_parameter(cls, root: Root) -> dict[nn.Parameter, Reduction]:
+        """Return how each sharded parameter's gradient is reduced."""
+        return {
+            param.sharded: cls._of(unit, param, root)
+            for unit in root.units
+            for param in unit.params
+            if param.requires_grad
+        }
+
+    @classmethod
+    def _of(cls, unit: Unit, param: ShardedParam, root: Root) -> Reduction:
         _, reduce_dtype = unit.grad_dtypes()
         is_exact = _is_exact(root, reduce_dtype)
         return cls(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,16 @@ class RandomState:
         numpy = _numpy_random()
         if numpy is not None and self.of_numpy is not None:
             numpy.set_state(self.of_numpy)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the generators afterwards."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _numpy_random() -> Any:

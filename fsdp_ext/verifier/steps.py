@@ -14,71 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.root.module_state import unit_of
 from fsdp_ext.sharding.root.root import Root
+from fsdp_ext.verifier.comparison import Comparison
 from fsdp_ext.verifier.numbers import Reduction
 from fsdp_ext.verifier.peers import Peers
-from fsdp_ext.verifier.random_state import RandomState
-from fsdp_ext.verifier.subject import (
-    LR,
-    Preparation,
-    Subject,
-    computing_in,
-    forward_and_loss,
-    reductions_of,
-    root_of,
-)
+from fsdp_ext.verifier.random_state import random_state_kept
+from fsdp_ext.verifier.subject import LR, Preparation, Subject, computing_in, no_preparation
 
-# Called with the sharded copy's root before forward and before backward; None before the first one.
-Disturb = Callable[[Root | None], None]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first difference between the two copies.
-
-    Args:
-        parameter: the first parameter, buffer or other value that differs.
-        what: the first difference: its place and size.
-        rank: the first rank that sees it.
-    """
-
-    parameter: str
-    what: str
-    rank: int = 0
-
-
-@dataclass(frozen=True, order=True)
-class _Found:
-    """A difference on this rank: its place among everything compared, and what differs."""
-
-    place: int
-    name: str
-    what: str
-    of_model: bool  # a parameter or a buffer
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.what}"
-
-
-@dataclass
-class Compared:
-    """The comparison so far.
-
-    Args:
-        difference: the first difference of the lowest rank; None if everything was equal.
-        values: how many elements this rank has compared.
-        is_exact: whether all of them were compared bit for bit.
-        transport: the transport of the collectives; empty if none ran.
-    """
-
-    difference: Difference | None = None
-    values: int = 0
-    is_exact: bool = True
-    transport: str = ""
-
-
-def transport_of(root: Root) -> str:
-    """Return the transport of a root's collectives."""
-    return "threads that take turns" if root.lanes.is_inline else root.lanes.transport
+# Called with the sharded copy's root before forward and before backward, except before the first.
+Disturb = Callable[[Root], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +37,7 @@ class Way:
             zeros for the units that its backward does not reach.
     """
 
-    prepare: Preparation = lambda model: None
+    prepare: Preparation = no_preparation
     disturb: Disturb = lambda root: None
     forwards: int = 1
     steps: int = 2
@@ -111,42 +54,37 @@ class Trainee:
         weight: the factor of this rank's loss.
     """
 
-    def __init__(self, model: nn.Module, subject: Subject, way: Way, weight: float) -> None:
+    def __init__(self, model: nn.Module, subject: Subject, way: Way, weight: float = 1.0) -> None:
         self.model = model
         self._subject = subject
-        self._policy = subject.policy
         self._way = way
         self._weight = weight
 
-    def step(self, *, is_sharded: bool) -> list[tuple[str, Tensor]]:
-        """Run forward and backward; return the loss and the gradients of the batch by name."""
-        with contextlib.nullcontext() if is_sharded else computing_in(self.model, self._policy):
-            return self._forward_and_backward(is_sharded)
-
-    def _forward_and_backward(self, is_sharded: bool) -> list[tuple[str, Tensor]]:
-        seen: list[tuple[str, Tensor]] = []
+    def step(self) -> list[tuple[str, Tensor]]:
+        """Run forward and backward; return the losses and the gradients of the batch by name."""
+        is_sharded = unit_of(self.model) is not None
+        policy = self._subject.policy
         losses, leaves = [], []
-        self._disturb(is_sharded)
-        for _ in range(self._way.forwards):
-            loss, of_batch = forward_and_loss(
-                self.model, self._subject.batch, self._subject.loss, self._weight
-            )
-            losses.append(loss)
-            leaves += of_batch
-        self._disturb(is_sharded)
-        torch.autograd.backward(losses)
-        for number, loss in enumerate(losses):
-            seen.append((f"the loss{_ordinal(number)}", loss.detach()))
+        with contextlib.nullcontext() if is_sharded else computing_in(self.model, policy):
+            self._disturb()
+            for _ in range(self._way.forwards):
+                loss, of_batch = self._subject.forward_and_loss(self.model, self._weight)
+                losses.append(loss)
+                leaves += of_batch
+            self._disturb()
+            torch.autograd.backward(losses)
+        names = ["the loss", *(f"the loss of forward {n}" for n in range(2, len(losses) + 1))]
+        seen = [(name, loss.detach()) for name, loss in zip(names, losses, strict=True)]
         for number, leaf in enumerate(leaves):
             if leaf.grad is not None:
                 seen.append((f"tensor {number} of the batch", leaf.grad))
         return seen
 
-    def _disturb(self, is_sharded: bool) -> None:
+    def _disturb(self) -> None:
         unit = unit_of(self.model)
-        if is_sharded and unit is not None:
-            root: Root | None = unit.root
-            self._way.disturb(None if root is None or root.is_provisional else root)
+        root: Root | None = None if unit is None else unit.root
+        if root is not None and not root.is_provisional:
+            self._way.disturb(root)
 
     def update(self) -> None:
         """Run an optimizer's step and clear the gradients."""
@@ -155,26 +93,24 @@ class Trainee:
         optimizer.zero_grad()
 
 
-def _ordinal(number: int) -> str:
-    return "" if number == 0 else f" of forward {number + 1}"
-
-
-def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> Compared:
+def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> Comparison:
     """Train an unsharded copy beside a sharded one, and compare them after each step."""
     weight = 1 + peers.rank % 4 / 4  # exact in every dtype
     plain = Trainee(subject.plain(way.prepare), subject, way, weight)
-    sharded = Trainee(subject.sharded(way.prepare, mesh), subject, way, weight)
+    sharded = Trainee(subject.sharded(mesh, way.prepare), subject, way, weight)
     if not way.reaches_all:
-        root: Any = sharded.model
-        root.set_reduce_scatter_unused_params(True)
-    compared = Compared()
+        model: Any = sharded.model
+        model.set_reduce_scatter_unused_params(True)
+    comparison = Comparison(peers)
     for step in range(1, way.steps + 1):
-        state = RandomState.now()
-        expected = plain.step(is_sharded=False)
-        state.restore()
-        seen = sharded.step(is_sharded=True)
-        compared.transport = transport_of(root_of(sharded.model))
-        comparison = Comparison(peers, compared, f" (step {step})")
+        with random_state_kept():
+            expected = plain.step()
+        seen = sharded.step()
+        root = _root_of(sharded.model)
+        comparison.transport = (
+            "threads that take turns" if root.lanes.is_inline else root.lanes.transport
+        )
+        comparison.when = f" (step {step})"
         comparison.add_all(expected, seen)
         _compare_gradients(comparison, plain.model, sharded.model, way)
         plain.update()
@@ -182,114 +118,40 @@ def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> 
         _compare_state(comparison, plain.model, sharded.model)
         if comparison.conclude():
             break
-    return compared
+    return comparison
 
 
-class Comparison:
-    """Collects the differences that this rank sees, and finds the first one of all ranks.
-
-    Args:
-        peers: all ranks.
-        compared: gets the result.
-        when: ends the message, for example the number of the step.
-    """
-
-    def __init__(self, peers: Peers, compared: Compared, when: str = "") -> None:
-        self.peers = peers
-        self.compared = compared
-        self._when = when
-        self._place = 0
-        self._found: list[_Found] = []
-
-    def add(self, name: str, what: str, expected: Any, seen: Any, bound: Any = None) -> None:
-        """Compare two tensors of the model bit for bit, or within ``bound``."""
-        self._add(name, what, expected, seen, bound, of_model=True)
-
-    def add_all(self, expected: list[tuple[str, Tensor]], seen: list[tuple[str, Tensor]]) -> None:
-        """Compare losses and gradients of the batch, which ranks compute alone."""
-        for (name, value), (_, other) in zip(expected, seen, strict=True):
-            self._add(name, "the value", value, other, None, of_model=False)
-
-    def conclude(self) -> bool:
-        """Tell all ranks the first difference of any; return whether there is one."""
-        own = [
-            min(self._found, default=None),
-            min((each for each in self._found if each.of_model), default=None),
-        ]
-        of_ranks = self.peers.exchange(own)
-        first = _first([of_rank[0] for of_rank in of_ranks])
-        if first is None:
-            return False
-        found, rank = first
-        of_model = _first([of_rank[1] for of_rank in of_ranks])
-        named = found if of_model is None else of_model[0]
-        what = str(found) if named == found else f"{found}; the first parameter is {named}"
-        self.compared.difference = Difference(named.name, what, rank)
-        return True
-
-    def _add(
-        self, name: str, what: str, expected: Any, seen: Any, bound: Any, *, of_model: bool
-    ) -> None:
-        self._place += 1
-        text = ""
-        if expected is None or seen is None:
-            if (expected is None) != (seen is None):
-                has, lacks = ("unsharded", "sharded")[:: 1 if seen is None else -1]
-                text = f"is None in the {lacks} model, not in the {has} one"
-        else:
-            self.compared.values += expected.numel()
-            self.compared.is_exact &= bound is None
-            text = _difference(expected, seen, bound)
-        if text:
-            self._found.append(_Found(self._place, name, f"{what} {text}{self._when}", of_model))
-
-
-def _first(found: list[_Found | None]) -> tuple[_Found, int] | None:
-    """Return the first difference of all ranks, and the lowest rank that sees it."""
-    differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
-    return min(differences, key=lambda one: (one[0].place, one[1]), default=None)
-
-
-def _difference(expected: Tensor, seen: Tensor, bound: Tensor | None) -> str:
-    """Return in words where tensors first differ; empty if they agree."""
-    if (expected.shape, expected.dtype) != (seen.shape, seen.dtype):
-        return f"is {tuple(seen.shape)} {seen.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-    # NaN in both counts as equal.
-    same = (expected == seen) | (expected.isnan() & seen.isnan())
-    if bound is not None:
-        same |= (expected.double() - seen.double()).abs() <= bound
-    if bool(same.all()):
-        return ""
-    count = int((~same).sum())
-    place = int((~same).reshape(-1).int().argmax())
-    index = list(torch.unravel_index(torch.tensor(place), same.shape)) if same.ndim else []
-    where = f" at {[int(i) for i in index]}" if index else ""
-    return (
-        f"differs in {count:,} of {same.numel():,} values, first{where}: "
-        f"{seen.reshape(-1)[place].item():.9g}, unsharded {expected.reshape(-1)[place].item():.9g}"
-    )
+def _root_of(model: nn.Module) -> Root:
+    unit = unit_of(model)
+    assert unit is not None
+    root: Root = unit.root
+    return root
 
 
 def _compare_gradients(
     comparison: Comparison, plain: nn.Module, sharded: nn.Module, way: Way
 ) -> None:
     """Compare averaged gradients, and give them to the unsharded copy."""
-    reductions = reductions_of(root_of(sharded))
+    reductions = Reduction.by_parameter(_root_of(sharded))
     params = dict(plain.named_parameters())
-    used = comparison.peers.exchange([name for name, p in params.items() if p.grad is not None])
+    dtypes = comparison.peers.exchange(
+        {name: p.grad.dtype for name, p in params.items() if p.grad is not None}
+    )
     for name, shard in sharded.named_parameters():
         param = params[name]
         if not shard.requires_grad or shard not in reductions:
             param.grad = None
             continue
-        users = [rank for rank, names in enumerate(used) if name in names]
+        users = [rank for rank, of_rank in enumerate(dtypes) if name in of_rank]
         if not users:
             seen = None if shard.grad is None else rows_of(shard.grad)
             # set_reduce_scatter_unused_params(True) gives zeros to parameters that no rank uses.
             expected = None if seen is None or way.reaches_all else torch.zeros_like(seen)
             comparison.add(name, "its gradient", expected, seen)
             continue
-        param.grad = _compare_gradient(comparison, name, param, shard, reductions[shard], users)
+        param.grad = _compare_gradient(
+            comparison, name, param, shard, reductions[shard], {r: dtypes[r][name] for r in users}
+        )
 
 
 def _compare_gradient(
@@ -298,9 +160,19 @@ def _compare_gradient(
     param: nn.Parameter,
     shard: nn.Parameter,
     reduction: Reduction,
-    users: list[int],
+    users: dict[int, torch.dtype],
 ) -> Tensor:
-    dtype = _dtype_of_gradients(comparison, param)
+    """Compare an averaged gradient, and return it.
+
+    Args:
+        comparison: gets the result.
+        name: that of the parameter.
+        param: the unsharded parameter with this rank's own gradient.
+        shard: the sharded parameter.
+        reduction: how its gradient is reduced.
+        users: the ranks that have a gradient, and its dtype.
+    """
+    dtype = next(iter(users.values()))
     own = param.grad if param.grad is not None else torch.zeros_like(param, dtype=dtype)
     gathered = comparison.peers.gather(own)
     gradients = [g if rank in users else None for rank, g in enumerate(gathered)]
@@ -313,22 +185,12 @@ def _compare_gradient(
     return result
 
 
-def _dtype_of_gradients(comparison: Comparison, param: nn.Parameter) -> torch.dtype:
-    dtypes = comparison.peers.exchange(None if param.grad is None else param.grad.dtype)
-    return next((dtype for dtype in dtypes if dtype is not None), param.dtype)
-
-
 def _compare_state(comparison: Comparison, plain: nn.Module, sharded: nn.Module) -> None:
-    params, buffers = dict(plain.named_parameters()), dict(plain.named_buffers())
     for name, shard in sharded.named_parameters():
-        comparison.add(
-            name,
-            "the parameter after the step",
-            _rows(params[name].detach(), shard),
-            rows_of(shard.detach()),
-        )
+        expected = _rows(plain.get_parameter(name).detach(), shard)
+        comparison.add(name, "the parameter after the step", expected, rows_of(shard.detach()))
     for name, buffer in sharded.named_buffers():
-        comparison.add(name, "the buffer after the step", buffers[name], buffer)
+        comparison.add(name, "the buffer after the step", plain.get_buffer(name), buffer)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -17,9 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fsdp_ext.sharding.api.entry import fully_shard
 from fsdp_ext.sharding.params.ownership import own_grad_dtype
 from fsdp_ext.sharding.params.param_group import keeps_dtype
-from fsdp_ext.sharding.root.module_state import unit_of
-from fsdp_ext.sharding.root.root import Root
-from fsdp_ext.verifier.numbers import Reduction
 
 # The learning rate of the plain SGD step after each backward. It is a power of two, so that its
 # product with a gradient is exact. Otherwise vectorised code and the code for the last elements of
@@ -30,28 +27,11 @@ LR = 2.0**-10
 _GRAD_DTYPE = "_fsdp_ext_grad_dtype"
 
 # Prepares a copy before its forward, for example with hooks.
-Preparation = Callable[[nn.Module], None]
+Preparation = Callable[[nn.Module], object]
 
 
-def forward_and_loss(
-    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor], weight: float
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of ``model`` for a copy of ``batch``, and the copy's tensors with gradients.
-
-    Args:
-        model: any copy.
-        batch: a tensor, a tuple of arguments, or a mapping of keywords. It is not changed.
-        loss: makes a scalar of the output.
-        weight: the factor of the loss. It differs between ranks, so that an average over ranks is
-            no rank's own gradient.
-    """
-    own = tree_map_only(Tensor, _copied, batch)
-    if isinstance(own, Mapping):
-        output = model(**own)
-    else:
-        output = model(*(own if isinstance(own, tuple) else (own,)))
-    value = loss(output) * weight
-    return value, [leaf for leaf in tree_leaves(own) if _is_trained_leaf(leaf)]
+def no_preparation(model: nn.Module) -> None:
+    """Leave a copy as it is."""
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -87,51 +67,60 @@ class Subject:
         """The policy of all units."""
         return cast(MixedPrecisionPolicy, self.settings["mp_policy"])
 
-    def plain(self, prepare: Preparation) -> nn.Module:
+    def forward_and_loss(self, model: nn.Module, weight: float) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss of a copy for a copy of the batch, and that one's tensors with gradients.
+
+        Args:
+            model: any copy.
+            weight: the factor of the loss. It differs between ranks, so that an average over ranks
+                is no rank's own gradient.
+        """
+        own = tree_map_only(Tensor, _copied, self.batch)
+        if isinstance(own, Mapping):
+            output = model(**own)
+        else:
+            output = model(*(own if isinstance(own, tuple) else (own,)))
+        value = self.loss(output) * weight
+        return value, [leaf for leaf in tree_leaves(own) if _is_trained_leaf(leaf)]
+
+    def plain(self, prepare: Preparation = no_preparation) -> nn.Module:
         """Return an unsharded copy that computes in the dtypes of the policy."""
-        copied = copy.deepcopy(self.model).to(self.device)
-        _copy_grad_dtypes(self.model, copied)
-        prepare(copied)
-        policy = self.policy
+        copied = self._copy(prepare).to(self.device)
+        inputs = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        outputs = self.policy.output_dtype
         for name in [*self.unit_names, ""]:
             module = copied.get_submodule(name)
-            if policy.cast_forward_inputs and policy.param_dtype is not None:
-                module.register_forward_pre_hook(_cast_inputs(policy.param_dtype), with_kwargs=True)
-            if policy.output_dtype is not None:
-                module.register_forward_hook(_cast_output(policy.output_dtype))
+            if inputs is not None:
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs: cast_floating((args, kwargs), inputs), with_kwargs=True
+                )
+            if outputs is not None:
+                module.register_forward_hook(lambda _, args, out: cast_floating(out, outputs))
         return copied
 
-    def sharded(self, prepare: Preparation, mesh: DeviceMesh) -> nn.Module:
+    def sharded(self, mesh: DeviceMesh, prepare: Preparation = no_preparation) -> nn.Module:
         """Return a sharded copy."""
-        copied = copy.deepcopy(self.model)
-        _copy_grad_dtypes(self.model, copied)
-        prepare(copied)
+        copied = self._copy(prepare)
         for name in [*self.unit_names, ""]:
             fully_shard(copied.get_submodule(name), mesh=mesh, **self.settings)
         return copied
 
-
-def _copy_grad_dtypes(model: nn.Module, copied: nn.Module) -> None:
-    """Give the copy's parameters the ``grad_dtype`` of the model's, which a deep copy loses."""
-    for param, of_copy in zip(model.parameters(), copied.parameters(), strict=True):
-        dtype = own_grad_dtype(param)
-        if dtype is not None:
-            of_copy.grad_dtype = dtype
-            vars(of_copy)[_GRAD_DTYPE] = dtype
-
-
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_all(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast((args, kwargs), dtype)
-
-    return cast_all
+    def _copy(self, prepare: Preparation) -> nn.Module:
+        """Return a copy that also has the ``grad_dtype`` of parameters, which deep copies lose."""
+        copied = copy.deepcopy(self.model)
+        for param, of_copy in zip(self.model.parameters(), copied.parameters(), strict=True):
+            dtype = own_grad_dtype(param)
+            if dtype is not None:
+                of_copy.grad_dtype = dtype
+                vars(of_copy)[_GRAD_DTYPE] = dtype
+        prepare(copied)
+        return copied
 
 
-def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda module, args, output: _cast(output, dtype)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Return a tree with its floating-point tensors in another dtype, if there is one."""
+    if dtype is None:
+        return tree
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
@@ -167,21 +156,3 @@ def computing_in(model: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Non
         if computed.grad is not None:
             param.grad_dtype = None
             param.grad = computed.grad
-
-
-def root_of(model: nn.Module) -> Root:
-    """Return the root of a sharded copy that has run forward."""
-    unit = unit_of(model)
-    assert unit is not None
-    root: Root = unit.root
-    return root
-
-
-def reductions_of(root: Root) -> dict[nn.Parameter, Reduction]:
-    """Return how each sharded parameter's gradient is reduced."""
-    return {
-        param.sharded: Reduction.of(unit, param, root)
-        for unit in root.units
-        for param in unit.params
-        if param.requires_grad
-    }

@@ -170,11 +170,6 @@ class TurnsGroup(_ProcessGroup):  # type: ignore[misc]
             tensor.copy_(self._meet("a broadcast", tensor)[options.rootRank])
         return _done(tensors)
 
-    def barrier(self, options: Any = None) -> Any:
-        """Wait for all ranks."""
-        self._meet("a barrier", torch.zeros(1))
-        return _done(None)
-
 
 def _done(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()

@@ -23,6 +23,7 @@ from torch.nn import functional
 import fsdp_ext
 from fsdp_ext.sharding.params.ownership import own_grad_dtype
 from fsdp_ext.verifier import numbers
+from fsdp_ext.verifier.comparison import difference
 from fsdp_ext.verifier.numbers import Reduction
 from fsdp_ext.verifier.result import Check
 from fsdp_ext.verifier.subject import Subject
@@ -222,8 +223,8 @@ def verify_grad_dtypes() -> None:
         )
         plain = Subject.plain
 
-        def noted(self: Subject, prepare: Any, plain: Any = plain, copies: Any = copies) -> Any:
-            copies.append(plain(self, prepare))
+        def noted(self: Subject, *args: Any, plain: Any = plain, copies: Any = copies) -> Any:
+            copies.append(plain(self, *args))
             return copies[-1]
 
         vars_of_class: Any = Subject
@@ -275,6 +276,27 @@ def test_the_bound_holds_for_any_order_and_not_for_a_wrong_gradient(dtype: torch
         assert bool(((other.double() - expected.double()).abs() <= bound).all())
     lacking = reduction.result([*gradients[:-1], None], gradients[0])
     assert bool(((lacking.double() - expected.double()).abs() > bound).float().mean() > 0.1)
+
+
+def test_a_difference_is_told_in_words() -> None:
+    expected = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+    seen = expected.clone()
+    assert difference(expected, seen, equal_nan=True) == difference(None, None) == ""
+    assert (
+        difference(expected, seen) == "differs in 1 of 4 values, first at [1, 1]: nan, expected nan"
+    )
+    seen[0, 1] = 2.5
+    words = "differs in 1 of 4 values, first at [0, 1]: 2.5, expected 2"
+    assert difference(expected, seen, equal_nan=True) == words
+    assert difference(expected, None) == "is None, not (2, 2) torch.float32"
+    assert difference(expected, seen[0].half()) == "is (2,) torch.float16, not (2, 2) torch.float32"
+    one, bound = torch.tensor(1.0), torch.tensor(0.25)
+    assert difference(one, one + 0.25, bound) == ""
+    words = "differs in 1 of 1 values, by up to 0.5, first: 1.5, expected 1"
+    assert difference(one, one + 0.5, bound) == words
+    infinite = one * torch.inf  # and so is a bound that is relative to it
+    assert difference(infinite, infinite, infinite) == ""
+    assert "first: 1, expected inf" in difference(infinite, one, infinite)
 
 
 # - Faults

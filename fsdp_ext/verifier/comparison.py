@@ -1,0 +1,153 @@
+"""The first difference between two trainings, in words. The tests compare with this, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_ext.verifier.peers import Peers
+
+
+def difference(
+    expected: Tensor | None,
+    seen: Tensor | None,
+    bound: Tensor | None = None,
+    *,
+    equal_nan: bool = False,
+) -> str:
+    """Return in words where tensors first differ; empty if they agree.
+
+    Args:
+        expected: a tensor, or None.
+        seen: the tensor that is compared with it.
+        bound: by how much each element may differ; None if they have to be equal.
+        equal_nan: whether NaN in both counts as equal.
+    """
+    if _kind(expected) != _kind(seen):
+        return f"is {_kind(seen)}, not {_kind(expected)}"
+    if expected is None or seen is None or torch.equal(expected, seen):
+        return ""
+    same, size = expected == seen, ""
+    if equal_nan:
+        same |= expected.isnan() & seen.isnan()
+    if bound is not None:
+        apart = (expected.double() - seen.double()).abs()
+        same |= apart.isfinite() & (apart <= bound)
+        size = f", by up to {apart.max().item():.3g}"
+    if bool(same.all()):
+        return ""
+    count = int((~same).sum())
+    place = int((~same).reshape(-1).int().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place), same.shape)]
+    return (
+        f"differs in {count:,} of {same.numel():,} values{size}, "
+        f"first{f' at {index}' if index else ''}: "
+        f"{seen.reshape(-1)[place].item():.9g}, expected {expected.reshape(-1)[place].item():.9g}"
+    )
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between the two copies.
+
+    Args:
+        parameter: the first parameter, buffer or other value that differs.
+        what: the first difference: its place and size.
+        rank: the first rank that sees it.
+    """
+
+    parameter: str
+    what: str
+    rank: int
+
+
+@dataclass(frozen=True, order=True)
+class _Found:
+    """A difference on this rank, and its place among all comparisons."""
+
+    place: int
+    name: str
+    what: str
+    of_model: bool  # a parameter or a buffer
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+class Comparison:
+    """Collects the differences that this rank sees, and finds the first one of all ranks.
+
+    Attributes:
+        peers: all ranks.
+        when: ends the message, for example the number of the step.
+        difference: the first difference of the lowest rank; None if everything was equal.
+        values: how many elements this rank has compared.
+        is_exact: whether all of them were compared bit for bit.
+        transport: the transport of the collectives; empty if none ran.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.when = ""
+        self.difference: Difference | None = None
+        self.values = 0
+        self.is_exact = True
+        self.transport = ""
+        self._place = 0
+        self._found: list[_Found] = []
+
+    def add(
+        self,
+        name: str,
+        what: str,
+        expected: Tensor | None,
+        seen: Tensor | None,
+        bound: Tensor | None = None,
+        *,
+        of_model: bool = True,
+    ) -> None:
+        """Compare two tensors bit for bit, or within ``bound``."""
+        self._place += 1
+        if expected is not None and seen is not None:
+            self.values += expected.numel()
+            self.is_exact &= bound is None
+        text = difference(expected, seen, bound, equal_nan=True)
+        if text:
+            self._found.append(_Found(self._place, name, f"{what} {text}{self.when}", of_model))
+
+    def add_all(
+        self, expected: Iterable[tuple[str, Tensor]], seen: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Compare losses and gradients of the batch, which ranks compute alone."""
+        for (name, value), (_, other) in zip(expected, seen, strict=True):
+            self.add(name, "the value", value, other, of_model=False)
+
+    def conclude(self) -> bool:
+        """Tell all ranks the first difference of any; return whether there is one."""
+        own = [
+            min(self._found, default=None),
+            min((each for each in self._found if each.of_model), default=None),
+        ]
+        of_ranks = self.peers.exchange(own)
+        first = _first([of_rank[0] for of_rank in of_ranks])
+        if first is None:
+            return False
+        found, rank = first
+        of_model = _first([of_rank[1] for of_rank in of_ranks])
+        named = found if of_model is None else of_model[0]
+        what = str(found) if named == found else f"{found}; the first parameter is {named}"
+        self.difference = Difference(named.name, what, rank)
+        return True
+
+
+def _first(found: list[_Found | None]) -> tuple[_Found, int] | None:
+    """Return the first difference of all ranks, and the lowest rank that sees it."""
+    differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
+    return min(differences, key=lambda one: (one[0].place, one[1]), default=None)
