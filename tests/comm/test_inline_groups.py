@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.parity import assert_same
 from support.threads import run_threads
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -55,12 +56,6 @@ def train(fully_shard: Any, model: nn.Sequential, rank: int, **settings: Any) ->
     return seen
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"value {number} differs"
-
-
 # - Ranks that are threads
 
 
@@ -68,7 +63,7 @@ def train_on_thread(rank: int, shape: tuple[int, ...], models: list[nn.Sequentia
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     theirs = train(fsdp.fully_shard, copy.deepcopy(models[rank]), rank, mesh=mesh)
     ours = train(fsdp_ext.fully_shard, models[rank], rank, mesh=mesh, bucket_bytes=400)
-    assert_equal(ours, theirs)
+    assert_same("FSDP2", theirs, ours)
 
 
 def train_on_threads(shape: tuple[int, ...]) -> None:
@@ -177,7 +172,7 @@ def train_on_group(of: type[Smallest], reduction: str) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     theirs = train(fsdp.fully_shard, make_model(), dist.get_rank())
     ours = train(fsdp_ext.fully_shard, make_model(), dist.get_rank(), mesh=mesh)
-    assert_equal(ours, theirs)
+    assert_same("FSDP2", theirs, ours)
     assert of.threads == {threading.get_ident()}
     assert of.called == {"allgather", reduction}
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1_parity import FSDP, torch_fsdp
+from support.fsdp1_parity import FSDP, assert_equal, torch_fsdp
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -36,12 +36,6 @@ def values(model: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
-
-
 def before_first_step() -> None:
     results, asked = [], []
     for made_before in (False, True):
@@ -55,7 +49,7 @@ def before_first_step() -> None:
         loss_of(model, 1).backward()
         optimizer.step()
         results.append(values(model))
-    assert_same(results[1], results[0])
+    assert_equal(results[1], results[0])
     assert asked[0] == asked[1] == sorted(values(model))
 
 
@@ -81,7 +75,7 @@ def made_while_summoned() -> None:
             optimizer.step()
             model.zero_grad()
         results.append(values(model))
-    assert_same(results[1], results[0])
+    assert_equal(results[1], results[0])
 
 
 def test_an_optimizer_of_summoned_parameters_trains_the_shards() -> None:
@@ -121,7 +115,7 @@ def assigned() -> None:
         loss_of(model, 1).backward()
         optimizer.step()
         results.append(values(model))
-    assert_same(results[1], results[0])
+    assert_equal(results[1], results[0])
 
 
 def test_an_optimizer_goes_on_with_parameters_that_loading_has_assigned() -> None:
@@ -165,14 +159,14 @@ def weight_decay() -> None:
         weight = system(make()).module[0].weight
         assert weight.dim() == (2 if system is FSDP else 1)
     # Groups by shapes after wrapping: FSDP1's parameters are 1-D, so none of them decays.
-    assert_same(trained(torch_fsdp, by_shape), trained(torch_fsdp, nothing))
-    assert_same(trained(FSDP, nothing), trained(torch_fsdp, by_shape))
+    assert_equal(trained(torch_fsdp, by_shape), trained(torch_fsdp, nothing))
+    assert_equal(trained(FSDP, nothing), trained(torch_fsdp, by_shape))
     # Here parameters keep their shapes, so the matrices decay, as without sharding.
     ours = trained(FSDP, by_shape)
     assert not torch.equal(ours["0.weight"], trained(FSDP, nothing)["0.weight"])
-    assert_same(ours, trained(FSDP, before_wrapping))
+    assert_equal(ours, trained(FSDP, before_wrapping))
     # Groups that are chosen before wrapping are the same under both.
-    assert_same(ours, trained(torch_fsdp, before_wrapping))
+    assert_equal(ours, trained(torch_fsdp, before_wrapping))
 
 
 def test_groups_by_shape_decay_matrices_here_and_nothing_under_fsdp1() -> None:

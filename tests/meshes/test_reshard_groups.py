@@ -29,7 +29,7 @@ from support.parity import (
     trained,
 )
 from support.planned import FAST, expect_as_planned, train
-from support.random_programs import Program
+from support.random_programs import Program, assert_same_record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -337,12 +337,7 @@ def _same_in_groups(seeds: list[int]) -> None:
     for seed in seeds:
         got = InGroups(seed, "fsdp_ext").run()
         want = Resharded(seed, "fsdp_ext").run()
-        assert [name for name, _ in got] == [name for name, _ in want]
-        for (name, value), (_, expected) in zip(got, want, strict=True):
-            assert (value is None) == (expected is None), name
-            if value is not None and expected is not None:
-                assert value.isfinite().all(), name
-                assert torch.equal(value, expected), f"seed {seed}: {name}"
+        assert_same_record(want, got, f"seed {seed}: ")
 
 
 @pytest.mark.parametrize("seeds", [[0, 1, 2], *exhaustive([*range(3, 10)], [*range(10, 17)])])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
 from support.matrix import exhaustive
-from support.random_programs import Program
+from support.random_programs import Program, assert_same_record
 from torch import Tensor, nn
 
 import fsdp_ext
@@ -91,12 +91,7 @@ def _same_in_buckets(seed: int) -> int:
     got = together.run()
     by_themselves = Bucketed(seed, 0, None)
     expected = by_themselves.run()
-    assert [name for name, _ in got] == [name for name, _ in expected]
-    for (name, value), (_, want) in zip(got, expected, strict=True):
-        assert (value is None) == (want is None), name
-        if value is not None and want is not None:
-            assert value.isfinite().all(), name
-            assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
+    assert_same_record(expected, got)
     expect_memory_as_asked(together)
     alone = buckets_of(by_themselves.model)
     assert all(len(bucket) == 1 for bucket in alone)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import MixedPrecisionPolicy
+from support import parity
 from support.extensions import Model, checkpointed, contents
 from support.parity import device
 
@@ -99,11 +100,7 @@ def assert_same(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert ours.shape == theirs.shape, what
     assert ours.stride() == theirs.stride(), what
     assert type(ours._local_tensor) is type(theirs._local_tensor), what
-    for mine, other in zip(
-        contents(ours._local_tensor), contents(theirs._local_tensor), strict=True
-    ):
-        assert mine.dtype == other.dtype, what
-        assert torch.equal(mine, other), f"{what}: {mine} is not {other}"
+    parity.assert_same(what, contents(theirs._local_tensor), contents(ours._local_tensor))
 
 
 def compare(models: list[Any], when: str) -> None:

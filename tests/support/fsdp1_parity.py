@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_ext
 from support.models import Mlp, Subject, TransformerBlock
-from support.parity import device
+from support.parity import assert_same, device, whole
 
 BF16 = torch.bfloat16
 STEPS = 4
@@ -62,13 +59,6 @@ def run(wrapped: nn.Module, model: Subject, step: int) -> Tensor:
     return model.loss(wrapped(*args, **kwargs))
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 def state(wrapped: nn.Module) -> Values:
     """Return whole parameters by name, and their gradients as 'name.grad'."""
     found: Values = {}
@@ -84,14 +74,7 @@ def state(wrapped: nn.Module) -> Values:
 
 
 def assert_equal(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> None:
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        value = got[name]
-        if expected is None or value is None:
-            assert value is expected, name
-        else:
-            assert value.dtype == expected.dtype, name
-            assert torch.equal(value, expected), f"{name}: {value} != {expected}"
+    assert_same("FSDP1", want, got)
 
 
 def train(

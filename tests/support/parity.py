@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from fsdp_ext.verifier.comparison import difference
+from fsdp_ext.verifier.peers import GroupPeers
+from fsdp_ext.verifier.subject import cast_floating
+from fsdp_ext.verifier.turns import rank_order_sum
 from support.launcher import run_ranks
 from support.models import Batch, Subject, Unit
 
@@ -35,6 +38,7 @@ STEPS = 7  # each schedule repeats by then, and accumulation over three micro-ba
 
 
 Record = dict[str, "Tensor | None"]
+Values = Mapping[Any, "Tensor | None"] | Sequence["Tensor | None"]
 
 
 class Tolerance(NamedTuple):
@@ -42,6 +46,12 @@ class Tolerance(NamedTuple):
 
     relative: float
     absolute: float
+
+    def bound(self, expected: Tensor | None) -> Tensor | None:
+        """Return by how much each element may differ; None if it may not."""
+        if expected is None or not any(self):
+            return None
+        return self.absolute + self.relative * expected.abs().double()
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -329,8 +339,8 @@ class Sharded(Run):
 
 
 class Unsharded(Run):
-    """A replica on each rank. Its gradients are averaged over the ranks by the same collective, and
-    its mixed precision is a cast of the parameters, recorded by autograd."""
+    """A replica on each rank. Its gradients are averaged in the order of the ranks, and its mixed
+    precision is a cast of the parameters, recorded by autograd."""
 
     sharded = False
 
@@ -348,10 +358,10 @@ class Unsharded(Run):
             output = super().forward(batch)
         else:
             if self.case.precision.get("cast_forward_inputs", True):
-                batch = _cast(batch, dtype)
+                batch = cast_floating(batch, dtype)
             parameters = {name: p.to(dtype) for name, p in self.model.named_parameters()}
             output = torch.func.functional_call(self.model, parameters, *batch)
-        return _cast(output, self.case.precision.get("output_dtype"))
+        return cast_floating(output, self.case.precision.get("output_dtype"))
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
         parameters = [p for p in self.model.parameters() if p not in self.ignored]
@@ -369,31 +379,14 @@ class Unsharded(Run):
             p.grad = averaged if p.grad is None else p.grad + averaged
 
     def _average(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the averages over ranks, by one reduction, because gloo's calls are slow."""
-        if dist.get_world_size() == 1 or not gradients:
-            return [g.to(self._reduce_dtype(g)).to(g.dtype) for g in gradients]
-        ranks = dist.get_world_size()
-        padded = []
-        for gradient in gradients:
-            rows = math.ceil(gradient.shape[0] / ranks)
-            chunks = gradient.new_zeros(
-                (ranks * rows, *gradient.shape[1:]), dtype=self._reduce_dtype(gradient)
-            )
-            chunks[: gradient.shape[0]] = gradient
-            padded.append(chunks.view(ranks, -1) if chunks.numel() else chunks.view(ranks, 0))
-        whole = torch.cat(padded, dim=1)  # row r is for rank r
-        mine = whole.new_empty(whole.shape[1])
-        scale_first = whole.dtype == torch.float16  # as FSDP2 does, because the sum could overflow
-        operation = dist.ReduceOp.SUM if scale_first else dist.ReduceOp.AVG
-        if scale_first:
-            whole /= ranks
-        dist.reduce_scatter_tensor(mine, whole.view(-1), op=operation)
-        dist.all_gather_into_tensor(whole.view(-1), mine)
-        parts = whole.split([chunks.shape[1] for chunks in padded], dim=1)
-        return [
-            part.reshape(-1, *g.shape[1:])[: g.shape[0]].to(g.dtype) if g.numel() else g
-            for part, g in zip(parts, gradients, strict=True)
-        ]
+        """Return the averages over ranks, by one gather, because gloo's calls are slow."""
+        averages = [g.to(self._reduce_dtype(g)) for g in gradients]
+        if dist.get_world_size() > 1 and gradients:
+            # Scaled first, because a sum in float16 could overflow.
+            own = torch.cat([g.reshape(-1) for g in averages]) / dist.get_world_size()
+            parts = rank_order_sum(GroupPeers().gather(own)).split([g.numel() for g in gradients])
+            averages = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        return [a.to(g.dtype) for a, g in zip(averages, gradients, strict=True)]
 
     def _reduce_dtype(self, gradient: Tensor) -> torch.dtype:
         reduce_dtype: torch.dtype | None = self.case.precision.get("reduce_dtype")
@@ -402,56 +395,34 @@ class Unsharded(Run):
         return reduce_dtype or gradient.dtype
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of the whole tensor, gathered from all ranks if it is sharded."""
+def whole(tensor: Tensor | None) -> Any:
+    """Return a copy of the whole tensor, gathered from all ranks if it is sharded; None of None."""
+    if tensor is None:
+        return None
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return tree
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
-
-
-def difference(expected: Record, got: Record, allowed: Tolerance) -> list[str]:
-    """Return one line for each tensor of `got` that differs from `expected`."""
-    lines = [f"{name}: only one of them has it" for name in expected.keys() ^ got.keys()]
-    for name in expected.keys() & got.keys():
-        want, have = expected[name], got[name]
-        if want is None or have is None:
-            if want is not have:
-                lines.append(f"{name}: expected {_presence(want)}, got {_presence(have)}")
-        elif want.shape != have.shape or want.dtype != have.dtype:
-            lines.append(
-                f"{name}: expected {tuple(want.shape)} {want.dtype}, "
-                f"got {tuple(have.shape)} {have.dtype}"
-            )
-        elif not _close(want, have, allowed):
-            apart = (want.double() - have.double()).abs()
-            lines.append(
-                f"{name}: {int((apart != 0).sum())} of {apart.numel()} elements differ, "
-                f"by up to {apart.max().item():.3g} where |expected| is up to "
-                f"{want.double().abs().max().item():.3g}"
-            )
-    return sorted(lines)
-
-
-def _presence(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else "one"
-
-
-def _close(want: Tensor, have: Tensor, allowed: Tolerance) -> bool:
-    if allowed == EXACT:
-        return torch.equal(want, have)
-    return torch.allclose(have, want, rtol=allowed.relative, atol=allowed.absolute)
-
-
-def assert_same(who: str, expected: Record, got: Record, allowed: Tolerance = EXACT) -> None:
-    """Raise if two records differ, and list the differences."""
-    lines = difference(expected, got, allowed)
+def assert_same(who: str, expected: Values, got: Values, allowed: Tolerance = EXACT) -> None:
+    """Raise if tensors differ, which are by name or in order, and list the differences."""
+    __tracebackhide__ = True
+    wanted, had = _by_name(expected), _by_name(got)
+    lines = []
+    for name in dict.fromkeys([*wanted, *had]):
+        if name in wanted and name in had:
+            text = difference(wanted[name], had[name], allowed.bound(wanted[name]))
+        else:
+            text = "only one of them has it"
+        if text:
+            lines.append(f"{name}: {text}")
     if lines:
         raise AssertionError("\n".join([f"{who} (tolerance {allowed.relative:g}):", *lines]))
+
+
+def _by_name(values: Values) -> Mapping[Any, Tensor | None]:
+    if isinstance(values, Mapping):
+        return values
+    return {f"value {i}": value for i, value in enumerate(values)}
 
 
 def trained(run: Run) -> list[Record]:

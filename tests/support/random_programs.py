@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_ext.verifier.comparison import difference
 from support.parity import load_system
 
 WIDTH = 6
@@ -107,6 +108,18 @@ class Model(nn.Module):
         return self.head(x.reshape(-1, WIDTH))
 
 
+Record = list[tuple[str, "Tensor | None"]]
+
+
+def assert_same_record(expected: Record, got: Record, who: str = "") -> None:
+    """Compare what two programs have noted, bit for bit. A name may come twice."""
+    assert [name for name, _ in got] == [name for name, _ in expected]
+    for (name, want), (_, value) in zip(expected, got, strict=True):
+        assert value is None or value.isfinite().all(), name
+        text = difference(want, value)
+        assert not text, f"{who}{name} {text}"
+
+
 class Program:
     """One run of a seed's program under one system, on a mesh of a shape, or of all ranks."""
 
@@ -139,12 +152,12 @@ class Program:
             )
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.record: list[tuple[str, Tensor | None]] = []
+        self.record: Record = []
 
     def shard(self, module: nn.Module, **options: Any) -> None:
         self.system.fully_shard(module, **options)
 
-    def run(self) -> list[tuple[str, Tensor | None]]:
+    def run(self) -> Record:
         for step in range(STEPS):
             self.step(step)
         return self.record

@@ -16,9 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
+from fsdp_ext.verifier.comparison import difference
+from support.parity import Tolerance
 
 WIDTH = 4
 STEPS = 4
+ALLOWED = Tolerance(1e-9, 1e-11)
 DEEDS = [
     "one backward",
     "one backward",
@@ -273,9 +276,8 @@ class Program:
                 }
         for name, parameter in self.model.named_parameters():
             wanted = self.shard_of(self.reference.get_parameter(name))
-            assert torch.allclose(parameter.to_local(), wanted, 1e-9, 1e-11), (
-                f"{self}: {name} after all steps"
-            )
+            text = difference(wanted, parameter.to_local(), ALLOWED.bound(wanted))
+            assert not text, f"{self}, after all steps: {name} {text}"
 
     def __repr__(self) -> str:
         return f"seed {self.seed} on {tuple(self.mesh.shape)}"
@@ -372,12 +374,10 @@ class Program:
                 assert not gradient.to_local().any(), f"{when}: {name} is used by no rank"
                 self.expected[name] = torch.zeros_like(self.reference.get_parameter(name))
                 continue
-            assert (gradient is None) == (wanted is None), f"{when}: {name} {wanted}"
-            if gradient is not None and wanted is not None:
-                local, wanted = gradient.to_local(), self.shard_of(wanted)
-                assert torch.allclose(local, wanted, 1e-9, 1e-11), (
-                    f"{when}: {name} is off by {(local - wanted).abs().max()}"
-                )
+            local = None if gradient is None else gradient.to_local()
+            wanted = None if wanted is None else self.shard_of(wanted)
+            text = difference(wanted, local, ALLOWED.bound(wanted))
+            assert not text, f"{when}: the gradient of {name} {text}"
 
 
 def train_as_replicas(seeds: list[int], shape: tuple[int, ...]) -> None:

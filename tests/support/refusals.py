@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_ext import fully_shard
+from fsdp_ext.verifier.steps import rows_of
+from support import parity
 from support.messages import check_message
 
 HUGE = 2**70
@@ -77,13 +79,9 @@ def sharded(**kwargs: Any) -> Any:
     return model
 
 
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def assert_same(model: nn.Module, twin: nn.Module) -> None:
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(local(ours.detach()), local(theirs.detach()))
+    ours, theirs = ([rows_of(p.detach()) for p in m.parameters()] for m in (model, twin))
+    parity.assert_same("the twin", theirs, ours)
 
 
 def state_of_module(model: nn.Module) -> list[object]:

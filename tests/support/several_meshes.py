@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import MixedPrecisionPolicy
-from support.parity import EXACT, ROUNDING, Tolerance, device
+from fsdp_ext.verifier.steps import rows_of
+from support import parity
+from support.parity import ROUNDING, Tolerance, device
 
 WIDTH, EXPERTS, STEPS = 6, 4, 5
 System = Callable[..., Any]
@@ -31,10 +33,7 @@ class Experts(nn.Module):
         self.uses_scale = uses_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        up, down, scale = (
-            parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for parameter in (self.up, self.down, self.scale)
-        )
+        up, down, scale = (rows_of(parameter) for parameter in (self.up, self.down, self.scale))
         y = torch.einsum("beh,ehw->bw", torch.tanh(torch.einsum("bw,ewh->beh", x, up)), down)
         return y * scale.sum(0) if self.uses_scale else y
 
@@ -193,25 +192,12 @@ def train(setup: Setup, model: Any, begin_step: Callable[[], None] = lambda: Non
 
 
 def local_of(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return None if tensor is None else rows_of(tensor.detach()).clone()
 
 
 def assert_same(ours: list[Any], theirs: list[Any], allowed: Tolerance) -> None:
-    assert len(ours) == len(theirs)
     assert any(value is not None and bool(value.any()) for value in ours)
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert (a is None) == (b is None), f"only one has value {place}"
-        if a is None:
-            continue
-        same = (
-            torch.equal(a, b)
-            if allowed == EXACT
-            else torch.allclose(a, b, rtol=allowed.relative, atol=allowed.absolute)
-        )
-        assert same, f"value {place} differs by up to {(a - b).abs().max():.3g}"
+    parity.assert_same("FSDP2", theirs, ours, allowed)
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

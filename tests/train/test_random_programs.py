@@ -11,21 +11,15 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from support.launcher import run_ranks
 from support.matrix import exhaustive
-from support.random_programs import PROGRAMS, Program
+from support.random_programs import PROGRAMS, Program, assert_same_record
 
 
 def _same_under_both(seed: int, shape: tuple[int, ...]) -> None:
     got = Program(seed, "fsdp_ext", shape).run()
     expected = Program(seed, "fsdp2", shape).run()
-    assert [name for name, _ in got] == [name for name, _ in expected]
-    for (name, value), (_, want) in zip(got, expected, strict=True):
-        assert (value is None) == (want is None), name
-        if value is not None and want is not None:
-            assert value.isfinite().all(), name
-            assert torch.equal(value, want), f"{name} differs by {(value - want).abs().max()}"
+    assert_same_record(expected, got)
 
 
 @pytest.mark.parametrize("shape", [(2,), *exhaustive((1,))])
