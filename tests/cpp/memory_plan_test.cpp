@@ -106,11 +106,11 @@ TEST(MemoryPlan, GatherInputsAreSharedIfAllTogetherTakeTooMuch) {
   const std::vector<BucketUse> uses = {small, large, bucket(256)};
   const std::size_t all = align_up(96, kRegionAlignment) + align_up(600, kRegionAlignment);
   EXPECT_EQ(plan_gathers(uses, 2, all).kept_input_bytes, all);
-  EXPECT_EQ(plan_gathers(uses, 2, all).input_bytes, 0U);
+  EXPECT_EQ(plan_gathers(uses, 2, all).input_bytes(), 0U);
   EXPECT_EQ(plan_gathers(uses, 2, all - 1).kept_input_bytes, 0U);
-  EXPECT_EQ(plan_gathers(uses, 2, all - 1).input_bytes, align_up(600, kRegionAlignment));
+  EXPECT_EQ(plan_gathers(uses, 2, all - 1).input_bytes(), align_up(600, kRegionAlignment));
   large.buffers.gathers_in_pieces = true;  // casts overlap messages
-  EXPECT_EQ(plan_gathers({small, large}, 2, 0).input_bytes, 2 * align_up(600, kRegionAlignment));
+  EXPECT_EQ(plan_gathers({small, large}, 2, 0).input_bytes(), 2 * align_up(600, kRegionAlignment));
 }
 
 TEST(MemoryPlan, OneRankHasNoMessagesToCut) {

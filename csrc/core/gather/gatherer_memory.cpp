@@ -11,9 +11,12 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
                            std::size_t most_kept_inputs) {
   const bool may_differ = has_several_meshes(buckets);
   GatherMemory memory = plan_gathers(uses_of(buckets), slots, most_kept_inputs);
-  if (lane_.most(memory.input_bytes > 0 ? 1 : 0, may_differ) > 0) {  // on a rank with less memory
+  // A rank may have less memory than another.
+  if (lane_.most(memory.shared_input > 0 ? 1 : 0, /*may_differ=*/true) > 0) {
     memory = plan_gathers(uses_of(buckets), slots, /*most_kept_inputs=*/0);
   }
+  memory.shared_input = lane_.most(memory.shared_input, may_differ);
+  memory.any_in_pieces = lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0;
   // Work in flight may still use the buffers of the previous plan, and the compute stream reads
   // slots. They are freed first, so that old and new buffers never exist together.
   lane_.synchronize();
@@ -110,12 +113,11 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
 // inputs].
 void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
                                       const GatherMemory& memory, bool may_differ) {
-  if (memory.input_bytes > 0) {
+  if (memory.shared_input > 0) {
     for (const auto& bucket : buckets) {
       bucket->gather.input_.reset();
     }
-    const std::size_t bytes = lane_.most(memory.input_bytes, may_differ);
-    input_.reset(lane_.allocate(bytes, BufferUse::Input), bytes);
+    input_.reset(lane_.allocate(memory.input_bytes(), BufferUse::Input), memory.input_bytes());
     return;
   }
   const bool lacks_one = std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {

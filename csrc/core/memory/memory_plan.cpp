@@ -104,7 +104,7 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
   memory.slots = std::min(slots, ring_buckets);
   if (memory.kept_input_bytes > most_kept_inputs) {
     memory.kept_input_bytes = 0;
-    memory.input_bytes = align_up(largest_input, kRegionAlignment) * (memory.any_in_pieces ? 2 : 1);
+    memory.shared_input = align_up(largest_input, kRegionAlignment);
   }
   return memory;
 }

@@ -23,8 +23,8 @@ struct BucketBuffers {
   std::size_t reduce_messages = 1;
 };
 
-// The largest messages, in bytes of all ranks together; 0: any size. A reduction's message may be
-// larger if that is what one row takes.
+// The largest messages, in bytes of all ranks together; 0: any size. A reduction's message has at
+// least one row of each rank.
 struct MessageLimits {
   std::size_t gather = 0;
   std::size_t reduce = 0;
@@ -65,9 +65,15 @@ struct GatherMemory {
   int slots = 0;
   std::size_t slot_bytes = 0;
   std::size_t staging_bytes = 0;
-  std::size_t input_bytes = 0;  // Note [gather inputs] in core/gather/gatherer.h
+  // Of the largest bucket; 0: each bucket keeps its own. Note [gather inputs] in
+  // core/gather/gatherer.h.
+  std::size_t shared_input = 0;
+  std::size_t largest_input = 0;
   std::size_t kept_input_bytes = 0;
   bool any_in_pieces = false;  // among the buckets that have slots
+
+  // Of the input that all buckets share. Pieces need two halves.
+  std::size_t input_bytes() const { return shared_input * (any_in_pieces ? 2 : 1); }
 };
 struct ReduceMemory {
   std::size_t input_bytes = 0;

@@ -99,8 +99,8 @@ py::dict describe(const BucketPlan& plan) {
   result["packs_ahead"] = plan.reductions.packs_ahead;
   result["reduce_output_bytes"] = plan.reduce_output_bytes;
   result["kept_bytes"] = plan.kept_bytes;
-  result["gather_input_bytes"] = plan.gathers.input_bytes + plan.gathers.kept_input_bytes;
-  result["keeps_gather_inputs"] = plan.gathers.input_bytes == 0;
+  result["gather_input_bytes"] = plan.gathers.input_bytes() + plan.gathers.kept_input_bytes;
+  result["keeps_gather_inputs"] = plan.gathers.shared_input == 0;
   result["group_shard_bytes"] = plan.group_shard_bytes;
   result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
   result["message_staging_bytes"] = plan.message_staging_bytes;

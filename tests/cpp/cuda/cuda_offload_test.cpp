@@ -55,6 +55,19 @@ TEST_P(CudaOffload, AnOptimizerOnTheHostStepsAsOneOnTheDevice) {
   }
 }
 
+TEST(CudaInputs, AreSharedOnAllRanksIfOneRankHasToShareThem) {
+  Setting setting = offloaded({2, 300, 2, 3});
+  setting.only_first_shares = true;
+  on_ranks(setting, [&](Rank& rank, int r) {
+    for (int step = 0; step < 3; ++step) {
+      rank.pipeline->options().prefetch_depth = 1 + step;  // memory is planned again
+      rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
+      rank.optimizer_step();
+      EXPECT_GT(rank.pipeline->gatherer().input_bytes(), 0U);
+    }
+  });
+}
+
 TEST_P(CudaOffload, TheHostMayChangeShardsAfterAForwardWithoutBackward) {
   on_ranks(GetParam(), [](Rank& rank, int) {
     for (int step = 0; step < 3; ++step) {

@@ -270,6 +270,7 @@ struct Setting {
   int experts = 0;       // the ranks that share units 2 and 3: Note [several meshes]; 0: all
   bool is_offloaded = false;
   bool shares_inputs = false;  // Note [gather inputs] in core/gather/gatherer.h
+  bool only_first_shares = false;
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -300,7 +301,8 @@ class Rank {
       add_experts(ids, rank, setting);
     }
     PipelineOptions options;
-    options.most_kept_inputs = setting.shares_inputs ? 0 : kAnyBytes;
+    const bool shares = setting.shares_inputs || (setting.only_first_shares && number == 0);
+    options.most_kept_inputs = shares ? 0 : kAnyBytes;
     pipeline = std::make_unique<Pipeline>(*lanes, options, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const bool is_expert = setting.is_expert(i);
