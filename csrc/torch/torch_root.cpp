@@ -57,6 +57,7 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
     : lanes_(std::move(lanes)),
       replicas_(std::move(replicas)),
       pipeline_(std::make_unique<Pipeline>(*lanes_, options, replicas_.get())),
+      passes_(pipeline_->passes()),
       when_stale_(std::move(when_stale)),
       checks_(std::move(checks)) {
   lanes_->device->show_ranges_in(&begin_profiler_range);
@@ -123,6 +124,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     other->reclaim_memory();
   }
   owner_.change(RootOwner::Use::Forward);
+  passes().enter_forward(unit.number());  // with the GIL, as abandon_backward reads it
   const bool with_gradient = at::GradMode::is_enabled();
   const bool begins_step = checks_ != nullptr && with_gradient && !passes().awaits_backward();
   const py::gil_scoped_release no_gil;
@@ -151,6 +153,7 @@ void TorchRoot::leave_forward(py::handle output) {
   for (const auto& unit : units_) {
     unit->end_incomplete_forward(*this, output);
   }
+  passes().leave_forward();
   const py::gil_scoped_release no_gil;
   pipeline_->end_forward(at::GradMode::is_enabled());
   leave_if_idle();
@@ -161,6 +164,7 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
     return;
   }
   if (is_outermost(unit)) {  // otherwise the forward around it may catch the exception
+    passes().leave_forward();
     try {
       const py::gil_scoped_release no_gil;
       pipeline_->abandon_forward();
@@ -174,10 +178,6 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
 
 // A thread of the autograd engine may call this late, when the user has begun another pass.
 void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
-  if (pipeline_ == nullptr) {
-    owner_.leave_backward();
-    return;
-  }
   if (!passes().fail_backward(number)) {
     return;
   }
@@ -187,7 +187,7 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
       owner_.change(RootOwner::Use::Forward);
       return;
     }
-    if (gil && number == passes().number()) {
+    if (gil && number == passes().number() && pipeline_ != nullptr) {
       pipeline_->abandon_forward();
     }
   } catch (const std::exception&) {
@@ -287,6 +287,7 @@ void TorchRoot::reset_iteration() {
   for (const auto& unit : units_) {
     unit->forget_pending();
   }
+  passes().forget();
   const py::gil_scoped_release no_gil;
   pipeline_->reset();
   leave_if_idle();
@@ -299,6 +300,7 @@ void TorchRoot::recover() {
   for (const auto& unit : units_) {
     unit->forget_pending();
   }
+  passes().forget();
   if (reset_failed(Pipeline::After::Failure)) {
     warn_of_lost_gradients();
   }

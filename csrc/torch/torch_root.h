@@ -85,13 +85,14 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void begin_step();
   void end_step();
   void abandon_backward(std::uint64_t number) noexcept;
-  Passes& passes() const { return pipeline_->passes(); }
+  Passes& passes() const { return *passes_; }
   bool reset_failed(Pipeline::After after);
 
   RootOwner owner_;
   std::shared_ptr<Lanes> lanes_;
   std::shared_ptr<Lanes> replicas_;  // may be null
   std::unique_ptr<Pipeline> pipeline_;
+  std::shared_ptr<Passes> passes_;  // of the pipeline, and also once the root has retired
   std::vector<std::shared_ptr<TorchUnit>> units_;
   GraphCalls graph_calls_;
   HeldObject when_stale_;

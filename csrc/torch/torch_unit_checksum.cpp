@@ -35,7 +35,7 @@ void TorchUnit::hash_parameters() {
     return;
   }
   at::Tensor& hash =
-      root->pipeline().passes().in_forward() ? checksum_->forward : checksum_->backward;
+      root->pipeline().passes()->in_forward() ? checksum_->forward : checksum_->backward;
   if (!hash.defined()) {
     hash = hash_of(unsharded_views());
   }

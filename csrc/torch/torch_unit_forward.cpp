@@ -165,7 +165,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
     root->owner().check();
   }
   FSDP_CHECK(
-      root != nullptr && (root->pipeline().passes().in_forward() || root->is_recomputing()),
+      root != nullptr && (root->pipeline().passes()->in_forward() || root->is_recomputing()),
       "join_empty was called on unit '", name_,
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");

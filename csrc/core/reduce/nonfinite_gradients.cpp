@@ -35,12 +35,8 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
   }
 }
 
-std::vector<char> NonfiniteGradients::find(
-    const std::vector<std::unique_ptr<Bucket>>& buckets) const {
-  std::size_t units = 0;
-  for (const auto& bucket : buckets) {
-    units += bucket->units.size();
-  }
+std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                                           std::size_t units) const {
   std::vector<char> found(units, 0);
   if (count_ == 0) {
     return found;

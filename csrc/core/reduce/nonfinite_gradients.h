@@ -30,9 +30,10 @@ class NonfiniteGradients {
   // Units keep the values of their marks.
   void place(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
-  // For each unit of the buckets, by number, whether this rank's own gradients in the unit's last
+  // For each of `units` units, by number, whether this rank's own gradients in the unit's last
   // reduction had NaN or Inf. Waits for the device.
-  std::vector<char> find(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
+  std::vector<char> find(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                         std::size_t units) const;
 
  private:
   Device& device_;

@@ -45,6 +45,19 @@ class Passes {
     return true;
   }
 
+  // A forward of this outermost unit begins.
+  void enter_forward(int outermost) {
+    begin();
+    outermost_ = outermost;
+  }
+  // No forward runs any more.
+  void leave_forward() { outermost_ = kNone; }
+  // The same, and nothing has failed.
+  void forget() {
+    outermost_ = kNone;
+    backward_failed_ = false;
+  }
+
   static constexpr int kNone = -1;
 
  private:
@@ -58,10 +71,6 @@ class Passes {
     BackwardInForward,  // forward itself runs a backward, for a gradient penalty say
   };
 
-  void leave_forward() {
-    outermost_ = kNone;
-    backward_failed_ = false;
-  }
   void begin() {
     number_ += 1;
     backward_failed_ = false;
@@ -79,7 +88,7 @@ class Passes {
   void end_backward() { state_ = in_forward() ? State::Forward : State::Idle; }
 
   State state_ = State::Idle;
-  int outermost_ = kNone;
+  std::atomic<int> outermost_ = kNone;
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> number_ = 0;
 };

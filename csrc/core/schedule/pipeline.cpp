@@ -55,8 +55,9 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!passes_.is_between()) {
     reset(After::Failure);  // the last pass ended in an exception
   }
-  passes_.begin();
-  passes_.outermost_ = outermost;
+  if (passes_.outermost() != outermost) {  // TorchRoot has entered it already, with the GIL
+    passes_.enter_forward(outermost);
+  }
   if (!passes_.awaits_backward() || ledger_.is_full() || !ledger_.has_times()) {
     begin_times();
   }
@@ -447,7 +448,7 @@ void Pipeline::reshard(int number) {
 // - Passes that fail
 
 void Pipeline::abandon_forward() {
-  passes_.outermost_ = Passes::kNone;
+  passes_.leave_forward();
   put_away_parameters();
 }
 
@@ -456,7 +457,7 @@ bool Pipeline::reset(After what) try {
   const bool drops_gradients = is_backward || what == After::Anything;
   const bool loses_gradients = is_backward && reducer_.has_accumulated_before(buckets());
   if (what != After::FailureInForward) {
-    passes_.leave_forward();
+    passes_.forget();
   }
   gatherer_.forget_group_shards();
   for (const auto& unit : units_) {

@@ -88,7 +88,7 @@ class Pipeline {
   // begin_forward calls it if the last pass did not end.
   enum class After : std::uint8_t { Failure, FailureInForward, Anything };
   bool reset(After what = After::Anything);
-  Passes& passes() { return passes_; }
+  const std::shared_ptr<Passes>& passes() const { return shared_passes_; }
 
   // - unshard() and reshard(), called by the user.
   // Issues the gather. `expected`: backward may come through the output of this call, although the
@@ -101,6 +101,7 @@ class Pipeline {
 
   // - Settings, effective from the next use on.
   void apply(int unit, UnitSettings settings);
+  // The prefetch depth and is_last_backward may change, between passes.
   PipelineOptions& options() { return options_; }
 
   // - The parts of the pipeline.
@@ -153,7 +154,8 @@ class Pipeline {
   Gatherer gatherer_;
   Reducer reducer_;
 
-  Passes passes_;
+  const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
+  Passes& passes_ = *shared_passes_;
   ForwardOrder forward_order_;
   BackwardOrder backward_order_;
   ReductionOrder reduction_order_;

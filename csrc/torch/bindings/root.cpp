@@ -39,7 +39,7 @@ const char* name_of(Work work) {
 
 // "forward" or "backward" if one runs and has not failed, and otherwise "idle".
 const char* phase(TorchRoot& root) {
-  const Passes& passes = root.pipeline().passes();
+  const Passes& passes = *root.pipeline().passes();
   if (passes.has_failed()) {
     return "idle";
   }
@@ -247,8 +247,8 @@ void register_root(py::module_& m) {
              const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;  // it waits for the device
              Pipeline& pipeline = root.pipeline();
-             auto found = pipeline.reducer().nonfinite_gradients().find(pipeline.buckets());
-             found.resize(root.units().size());  // before the first forward there are no buckets
+             const auto found = pipeline.reducer().nonfinite_gradients().find(pipeline.buckets(),
+                                                                              root.units().size());
              return std::vector<bool>(found.begin(), found.end());
            })
       .def("accumulated",
