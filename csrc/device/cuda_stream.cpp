@@ -249,7 +249,10 @@ class CudaDevice final : public Device {
       : index_(index),
         timeout_(timeout),
         framework_(framework),
-        compute_(*this, "compute", CudaStream::Kind::Current, nullptr) {}
+        compute_(*this, "compute", CudaStream::Kind::Current, nullptr) {
+    const CudaDeviceGuard guard(index_);
+    load_transfer_kernels();
+  }
 
   const char* name() const override { return "cuda"; }
   int index() const override { return index_; }

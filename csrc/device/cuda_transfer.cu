@@ -136,6 +136,13 @@ std::uint64_t bytes_of(const Move& move) {
 
 }  // namespace
 
+void load_transfer_kernels() {
+  cudaFuncAttributes attributes;
+  FSDP_CUDA_CHECK(cudaFuncGetAttributes(&attributes, transfer_kernel));
+  FSDP_CUDA_CHECK(cudaFuncGetAttributes(&attributes, stamp_kernel));
+  FSDP_CUDA_CHECK(cudaFuncGetAttributes(&attributes, wait_kernel));
+}
+
 void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
                      const std::vector<Move>& moves, int multiprocessors) {
   const auto total_nanoseconds = static_cast<double>(duration.count());

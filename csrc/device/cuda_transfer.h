@@ -13,6 +13,9 @@
 
 namespace fsdp {
 
+// Loads the kernels of the functions below: Note [loaded kernels] in pack/pack_cuda.cu.
+void load_transfer_kernels();
+
 // Runs on the current device. It occupies `multiprocessors` (at least one) completely: one block on
 // each asks for all of its shared memory. A block's time begins when it starts to run. Each slice
 // is moved at its share of the duration, so the traffic is even.
