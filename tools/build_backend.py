@@ -1,14 +1,16 @@
 """setuptools' build backend, which builds against the installed torch.
 
-pip builds in an isolated environment. There a requirement of torch would install another one than
-the user's: PyPI has one build of each version, and the user may have that of another CUDA. An
-extension built against it does not load, or lacks CUDA. So the build imports the torch of the
-environment that pip installs into, if there is one that is new enough.
+pip builds in an isolated environment. A requirement of torch would install PyPI's build there,
+while the user may have a build for another CUDA version. An extension built against the wrong torch
+does not load, or lacks CUDA. So the build imports the torch of the environment that pip installs
+into, if that torch is new enough. Builders that make an environment of their own, such as uv and
+`python -m build`, do not see it: they need --no-build-isolation.
 """
 
 from __future__ import annotations
 
 import re
+import site
 import sys
 import sysconfig
 from importlib.metadata import distributions
@@ -23,7 +25,8 @@ OLDEST_TORCH = (2, 11)
 def installed_torch() -> str | None:
     """Return the directory that has the torch of the environment outside; None without one."""
     # In pip's isolated environment these are still the paths of the environment outside.
-    places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    places = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    places += [site.getusersitepackages()]
     for torch in distributions(name="torch", path=places):
         major, minor = re.findall(r"\d+", torch.version)[:2]
         if (int(major), int(minor)) >= OLDEST_TORCH:

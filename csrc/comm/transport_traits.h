@@ -1,5 +1,5 @@
-// The constant properties of a transport. Each transport's header has its own traits, and no code
-// decides by a transport's name.
+// The constant properties of a transport. Each transport's header has its own traits, and the
+// schedule never decides by a name.
 #pragma once
 
 #include <cstdint>

@@ -213,7 +213,7 @@ class TileMover {
   using G = Group<S, D>;
 
   FSDP_HOST_DEVICE TileMover(const Source<S, Runs>& source, const Target<D, S>& target, Look& look)
-      : source_(source), target_(target), checksum_(look) {}
+      : source_(source), target_(target), look_(look) {}
 
   // Moves the tile that starts `start` elements after the last multiple of 16 bytes before the
   // target.
@@ -337,7 +337,7 @@ class TileMover {
     std::memcpy(from, parts, sizeof(from));
     FSDP_UNROLL
     for (int i = 0; i < G::kSize; ++i) {
-      checksum_.at(from[i]);
+      look_.at(from[i]);
     }
     if (std::is_same_v<S, D> && target_.action == Action::Copy) {
       std::memcpy(words, parts, sizeof(words));
@@ -380,7 +380,7 @@ class TileMover {
       D* target = target_.base + position;
       if (position < target_.valid) {
         const S from = *source_of(at(position));
-        checksum_.at(from);
+        look_.at(from);
         if (target_.action == Action::Add) {
           *target = accumulate_or_copy<D>(*target, from, target_.scale);
         } else if (target_.action == Action::Write) {
@@ -396,7 +396,7 @@ class TileMover {
 
   const Source<S, Runs>& source_;
   const Target<D, S>& target_;
-  Look& checksum_;
+  Look& look_;
 };
 
 template <typename S, typename D>

@@ -127,8 +127,7 @@ def plan(
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of casts and unpacking around gathers, and of packing around
             reductions. With an ``offload_policy`` copies from and to the host are among them.
-        memory_limit: bytes that a rank has. On GPUs, gather inputs are kept if they take at most 2%
-            of it; without a limit, of 80 GB.
+        memory_limit: bytes that a rank has.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -182,7 +181,7 @@ def plan(
         if seconds is None
         else StepCosts(seconds, used.within, contention, copies, used.between)
     )
-    result = _result(root, target, used, flops, costs, optimizer_states, memory_limit)
+    result = _result(root, target, used, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
 
@@ -216,11 +215,10 @@ def _result(
     flops: list[tuple[int, int]] | None,
     costs: StepCosts | None,
     optimizer_states: int,
-    memory_limit: int | None,
 ) -> Plan:
     layouts = [unit.layout_for(training=True) for unit in root.units]
     transports = (target.transport, target.replica_transport)
-    found = find_buckets(root, layouts, transports, target.device_type, memory_limit)
+    found = find_buckets(root, layouts, transports, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.world_size,

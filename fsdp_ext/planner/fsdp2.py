@@ -57,6 +57,7 @@ def _is_known(unit: PlannedUnit) -> bool:
     asked = unit.settings
     has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
     is_usual = asked.reshard_after_backward and asked.unshard_in_backward
+    is_usual = is_usual and unit.is_sharded_by_rows
     return unit.world_size > 1 and is_usual and not asked.offloads and not has_lists
 
 

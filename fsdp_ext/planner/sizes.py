@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fsdp_ext import _C
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
+from fsdp_ext.sharding.root.unit_tree import gpu_memory
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,6 @@ def find_buckets(
     layouts: Sequence[_C.UnitLayout],
     transports: tuple[str, str],
     device_type: str,
-    device_memory: int | None = None,
 ) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
@@ -114,7 +116,6 @@ def find_buckets(
         transports: names of the transport, which decides how buckets are gathered, and of the one
             between replicas.
         device_type: "cuda" or "cpu".
-        device_memory: the bytes that a rank's GPU has; by default 80 GB.
     """
     on_gpu = device_type == "cuda"
     return _C.plan_memory(
@@ -123,7 +124,7 @@ def find_buckets(
         on_gpu=on_gpu,
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
-        most_kept_inputs=root.most_kept_inputs((device_memory or 80 * 10**9) if on_gpu else None),
+        most_kept_inputs=root.most_kept_inputs(gpu_memory(torch.device(device_type))),
         replicas=root.units[0].replicas,
         replica_transport=transports[1],
     )

@@ -119,6 +119,7 @@ class PlannedUnit(ParamGroup):
         self, name: str, params: Sequence[PlannedParam], ranks: PlannedRanks, settings: UnitSettings
     ) -> None:
         super().__init__(name, ranks.shards, settings, ranks.replicas)
+        self.is_sharded_by_rows = True
         self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod
@@ -133,6 +134,7 @@ class PlannedUnit(ParamGroup):
             parameter.requires_grad_(param.requires_grad)
             params.append(PlannedParam(param.name, parameter, param.keeps_dtype))
         self = cls(unit.name, params, ranks, unit.settings)
+        self.is_sharded_by_rows = all(param.shard_dim == 0 for param in unit.params)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
         return self

@@ -38,14 +38,7 @@ from fsdp_ext.sharding.root.parameter_checks import check_parameters
 from fsdp_ext.sharding.root.preparing import preparing
 from fsdp_ext.sharding.root.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.root.unit import Unit
-from fsdp_ext.sharding.root.unit_tree import UnitTree
-
-
-def _gpu_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU; None for another device."""
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
+from fsdp_ext.sharding.root.unit_tree import UnitTree, gpu_memory
 
 
 class Root(UnitTree):
@@ -153,7 +146,7 @@ class Root(UnitTree):
             nesting=self.nesting(),
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
-            most_kept_inputs=self.most_kept_inputs(_gpu_memory(self.units[0].device)),
+            most_kept_inputs=self.most_kept_inputs(gpu_memory(self.units[0].device)),
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
             checks=None if self.checks is None else self.checks.impl,
         )
@@ -314,7 +307,7 @@ class Root(UnitTree):
         settings = super().core_settings(number, reduce_dtype)
         unit = self.units[number]
         asked = unit.settings
-        # Note [after an evaluation] in csrc/core/units/unit.h
+        # Note [after an evaluation] in csrc/core/gather/unit_gather.h
         settings.keeps_slot_after_evaluation = asked.reshard_after_forward is False
         settings.unshards_in_backward = asked.unshard_in_backward
         settings.requires_gradient_sync = asked.requires_gradient_sync and (

@@ -18,6 +18,15 @@ from fsdp_ext.sharding.root.module_state import groups_of
 _ANY_BYTES = 2**63
 
 
+def gpu_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU, 80 GB if this machine has none; None for another device."""
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return 80 * 10**9
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 class UnitTree:
     """The units under one root module, in order of registration. The first one is the root unit.
 
@@ -114,7 +123,7 @@ class UnitTree:
         ]
 
     def most_kept_inputs(self, device_memory: int | None) -> int:
-        """Return up to which size all gather inputs together are kept.
+        """Return the largest total size of gather inputs that are kept.
 
         Args:
             device_memory: the bytes of a rank's GPU; None on the CPU.
