@@ -123,6 +123,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
   *blocks = 1;
   return cudaSuccess;
 }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*host*/) {
+  *attributes = {};
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void* /*host*/, cudaFuncAttribute /*attribute*/,
                                  int /*value*/) {
   return cudaSuccess;
