@@ -29,6 +29,7 @@ FIGURES = ROOT / "docs" / "figures"
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)\)")
 NOTE = re.compile(r"Note \[[^\]]+\]")
+PLACED_NOTE = re.compile(r"(Note \[[^\]]+\]) in\s+[`\[]*((?:\w+/)+\w+\.(?:h|py|cu))")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IDENTIFIER = re.compile(r"`([A-Za-z_]\w*(?:(?:::|\.)\w+)*)(?:\(\))?`")
 # `core/memory/layout.h` is in csrc, `sharding/root/unit.py` in fsdp_ext; `core/memory/layout` is
@@ -148,6 +149,22 @@ def test_notes_that_documents_cite_exist() -> None:
     written = set(re.findall(r"(?://|#|^ *) ?(Note \[[^\]]+\])", text, re.MULTILINE))
     cited = {note for document in DOCUMENTS for note in NOTE.findall(prose_of(document))}
     assert cited - written - {"Note [name]"} == set()  # README's, for any of them
+
+
+def test_notes_are_in_the_files_that_are_named_for_them() -> None:
+    sources = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "fsdp_ext").rglob("*.py"), *DOCUMENTS]
+    folders = (ROOT, ROOT / "csrc", ROOT / "fsdp_ext")
+    checked, wrong = 0, []
+    for source in sources:
+        text = re.sub(r"\n\s*(?://|#)? ?", " ", source.read_text(encoding="utf-8"))
+        for note, path in PLACED_NOTE.findall(text):
+            texts = [(f / path).read_text(encoding="utf-8") for f in folders if (f / path).exists()]
+            heading = re.compile(rf"^ *(?://|#)? ?{re.escape(note)}$", re.MULTILINE)
+            checked += 1
+            if not any(map(heading.search, texts)):
+                wrong.append((source.name, note, path))
+    assert wrong == []
+    assert checked > 100
 
 
 def test_files_that_documents_name_exist() -> None:

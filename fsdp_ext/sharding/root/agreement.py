@@ -1,9 +1,10 @@
 """Messages between ranks outside of a step, so that all ranks continue or all raise.
 
-Note [one fails, all raise]. If one rank raises, the others wait in their next collective until a
-timeout. So code that may fail on one rank alone runs in a block of :func:`together`. At the end of
-the block all ranks exchange their errors. That does not help if a rank fails before or inside a
-collective of the block, because the other ranks wait in that collective.
+Note [one fails, all raise]
+If one rank raises, the others wait in their next collective until a timeout. So code that may fail
+on one rank alone runs in a block of :func:`together`. At the end of the block all ranks exchange
+their errors. That does not help if a rank fails before or inside a collective of the block, because
+the other ranks wait in that collective.
 """
 
 from __future__ import annotations
