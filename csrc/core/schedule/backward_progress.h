@@ -32,8 +32,8 @@ class BackwardProgress {
   }
   void end_recomputation() { gathers_left_ += 1; }
 
-  // A backward inside backward has brought a gradient. If the reentrant regions are inside the
-  // unit, each of its calls has such backwards.
+  // A nested backward, of a region of reentrant checkpointing, has produced a gradient. If the
+  // regions are inside the unit, each call of the unit has such backwards.
   void note_inner_gradient() {
     if (!is_recomputed_) {
       gradient_sources_ = std::max(gradient_sources_, 2);

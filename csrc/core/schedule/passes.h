@@ -32,7 +32,7 @@ class Passes {
   bool has_failed_backward() const { return in_backward() && backward_failed_; }
   // The same for a forward or backward.
   bool has_failed() const { return (in_forward() && outermost_ == kNone) || has_failed_backward(); }
-  // The number of the last forward or backward. A thread of autograd's may ask late.
+  // The number of the last forward or backward. A thread of the autograd engine may ask late.
   std::uint64_t number() const { return number_; }
 
   // The backward of this number has ended in an exception. Returns false, and does nothing, if

@@ -18,16 +18,23 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       bucket_set_(lanes, options_, units_, order_check_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  record_issue(bucket.gather.source().op, bucket, message);
+                  const GatherSource& source = bucket.gather.source();
+                  record_issue({source.op, lanes_.gather, source.communicator, source.label},
+                               bucket, message);
                 }),
       reducer_(device_, *lanes.packer, ledger_,
                {&lanes.reduce,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  record_issue(Collective::ReduceScatter, bucket, message);
+                  record_issue({Collective::ReduceScatter, lanes_.reduce,
+                                bucket.reduction.communicator(), bucket.reduction.label},
+                               bucket, message);
                 }},
                {replicas == nullptr ? nullptr : &replicas->reduce,
                 [this](const Bucket& bucket, const NextMessage& message) {
-                  record_issue(Collective::AllReduce, bucket, message);
+                  Lane& lane = replicas_->reduce;
+                  record_issue({Collective::AllReduce, lane, lane.communicator(),
+                                bucket.reduction.all_reduce_label},
+                               bucket, message);
                 }}),
       reduction_order_(units_, reducer_),
       exchange_(lanes, replicas, options_.has_peers) {

@@ -117,6 +117,14 @@ class Pipeline {
   Reducer& reducer() { return reducer_; }
 
  private:
+  // A collective, and what it goes over.
+  struct CollectiveOver {
+    Collective op;
+    Lane& lane;
+    Communicator& communicator;
+    const std::string& label;
+  };
+
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
@@ -136,10 +144,7 @@ class Pipeline {
   void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
-  void record_issue(Collective op, const Bucket& bucket, const NextMessage& message);
-
-  Lane& lane_of(Collective op);
-  Communicator& communicator_of(Collective op, const Bucket& bucket);
+  void record_issue(const CollectiveOver& over, const Bucket& bucket, const NextMessage& message);
 
   Lanes& lanes_;
   Lanes* replicas_;

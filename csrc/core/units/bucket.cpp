@@ -175,6 +175,11 @@ std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& bucke
   return uses;
 }
 
+bool have_accumulated(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
+}
+
 std::size_t moments_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   constexpr std::size_t kOfAUnit = 12;
   constexpr std::size_t kOfAPiece = 8;

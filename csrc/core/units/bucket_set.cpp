@@ -57,18 +57,14 @@ bool BucketSet::is_ring_in_use() const {
   });
 }
 
-bool BucketSet::has_accumulated() const {
-  return std::any_of(buckets_.begin(), buckets_.end(),
-                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
-}
-
 // Ranks that use different parameters have accumulated gradients of different ones.
 bool BucketSet::any_rank_has_accumulated(BackwardExchange& exchange) const {
   if (buckets_.empty() || lanes_.device->is_capturing()) {
-    return has_accumulated();
+    return have_accumulated(buckets_);
   }
   static const std::string kWhat = "the exchange before buckets are formed";
-  const std::vector<std::string> of_all = exchange.all_gather(kWhat, has_accumulated() ? "1" : "0");
+  const std::vector<std::string> of_all =
+      exchange.all_gather(kWhat, have_accumulated(buckets_) ? "1" : "0");
   return std::find(of_all.begin(), of_all.end(), "1") != of_all.end();
 }
 

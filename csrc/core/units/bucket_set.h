@@ -53,7 +53,6 @@ class BucketSet {
 
   bool memory_is_planned() const { return planned_depth_ == options_.prefetch_depth; }
   bool is_ring_in_use() const;
-  bool has_accumulated() const;
   bool any_rank_has_accumulated(BackwardExchange& exchange) const;
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;

@@ -48,9 +48,7 @@ const char* phase(TorchRoot& root) {
 
 // Whether there are gradients of backwards without gradient sync, packed or shown.
 bool has_unreduced(TorchRoot& root) {
-  const auto& buckets = root.pipeline().buckets();
-  return std::any_of(buckets.begin(), buckets.end(),
-                     [](const auto& bucket) { return bucket->reduction.accumulated().any(); }) ||
+  return have_accumulated(root.pipeline().buckets()) ||
          std::any_of(root.units().begin(), root.units().end(),
                      [](const auto& unit) { return unit->shown_gradients().any(); });
 }
@@ -68,9 +66,9 @@ void synchronize(TorchRoot& root) try {
   throw_with_flight_record(error, root.lanes(), root.replicas());
 }
 
-// Keeps the times of the last `iterations` iterations; 0 keeps none. The streams still write
-// moments that were marked before, so they are drained first. An error of a stream is left to the
-// next wait for its work.
+// Keeps the times of the last `iterations` iterations; 0 keeps none. Streams may still write
+// earlier moments, so they are drained first. An error of a stream is left to the next wait for its
+// work.
 void keep_times(TorchRoot& root, std::size_t iterations) {
   const py::gil_scoped_release no_gil;
   bool drained = true;
