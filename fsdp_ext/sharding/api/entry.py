@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
 from torch import nn
@@ -55,45 +55,34 @@ from fsdp_ext.sharding.root.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import state_dict_hooks, torch_state
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments of ``fully_shard``, for its overloads."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: Any
+    transport: str | Simulated | None
+    bucket_bytes: int | Literal["auto"] | None
+    max_message_bytes: int | None
+    prefetch: int | Literal["auto"] | None
+    keep_gather_inputs: bool | None
+    check_every: int | None
+
 
 @overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    transport: str | Simulated | None = ...,
-    bucket_bytes: int | Literal["auto"] | None = ...,
-    max_message_bytes: int | None = ...,
-    prefetch: int | Literal["auto"] | None = ...,
-    keep_gather_inputs: bool | None = ...,
-    check_every: int | None = ...,
-) -> FSDPModule: ...
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
 
 
 @overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-    transport: str | Simulated | None = ...,
-    bucket_bytes: int | Literal["auto"] | None = ...,
-    max_message_bytes: int | None = ...,
-    prefetch: int | Literal["auto"] | None = ...,
-    keep_gather_inputs: bool | None = ...,
-    check_every: int | None = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
