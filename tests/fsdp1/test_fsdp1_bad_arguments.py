@@ -14,13 +14,12 @@ from support.refusals import (
     NO_COUNTS,
     NO_FUNCTIONS,
     Row,
-    assert_same,
     check_refused,
+    check_refused_on_twins,
     each_of,
     network,
     on,
     state_of_module,
-    step,
     with_keyword,
 )
 from torch import nn
@@ -165,11 +164,7 @@ def refused_by_the_wrapper() -> None:
         FullyShardedDataParallel(network(), auto_wrap_policy=BY_LINEAR, use_orig_params=True)
         for _ in range(2)
     )
-    for row in of_wrapper_methods():
-        check_refused(row, model)
-        step(model)
-        step(twin)
-        assert_same(model, twin)
+    check_refused_on_twins(of_wrapper_methods(), model, twin)
 
 
 def test_the_wrapper_refuses_arguments_and_changes_nothing() -> None:

@@ -14,8 +14,8 @@ from support.refusals import (
     NO_COUNTS,
     NO_FUNCTIONS,
     Row,
-    assert_same,
     check_refused,
+    check_refused_on_twins,
     each_of,
     network,
     sharded,
@@ -176,11 +176,7 @@ def refused_by_tools() -> None:
     model, twin = sharded(), sharded()
     step(model)
     step(twin)
-    for row in of_tools():
-        check_refused(row, model)
-        step(model)
-        step(twin)
-        assert_same(model, twin)
+    check_refused_on_twins(of_tools(), model, twin)
 
 
 def test_tools_refuse_arguments_and_leave_the_model_as_it_was() -> None:

@@ -84,6 +84,15 @@ def assert_same(model: nn.Module, twin: nn.Module) -> None:
     parity.assert_same("the twin", theirs, ours)
 
 
+def check_refused_on_twins(rows: Iterable[Row], model: Any, twin: Any) -> None:
+    """Make the calls, and check that the model trains on as its twin, which gets none of them."""
+    for row in rows:
+        check_refused(row, model)
+        step(model)
+        step(twin)
+        assert_same(model, twin)
+
+
 def state_of_module(model: nn.Module) -> list[object]:
     """Return the attributes of a module that ``fully_shard`` changes."""
     return [
