@@ -40,8 +40,8 @@ struct GatherPart {
 };
 
 // Memory that is registered with a transport. All ranks make these calls together, except `holds`
-// and `count`. The communicator owns this object, and inputs and outputs are freed before it.
-// Shards and gradients may be freed at any time, by any thread.
+// and `count`. The communicator owns this object. Free inputs and outputs before the communicator.
+// Any thread may free shards and gradients, at any time.
 class RegisteredMemory {
  public:
   // If registering is not possible, this is memory of the device.

@@ -26,9 +26,9 @@ struct SimulatedOptions {
   double jitter = 0.0;
   std::uint64_t seed = 0;
   int multiprocessors = 0;  // that a collective occupies on a GPU; 0: none
-  // On a GPU, a collective reads and writes as much of its memory as a real one would, and every
-  // rank's part is a copy of this rank's. On the host, it moves only this rank's own part, which
-  // keeps the host's cores free, and the rest of an output is unchanged.
+  // On a GPU, a collective reads and writes as many bytes as a real one. It copies this rank's part
+  // into the places of the other ranks. On the host it moves only this rank's part and leaves the
+  // rest of the output unchanged, so that cores stay free for compute.
   bool on_gpu = false;
   // If false, collectives take their time but move nothing: the baseline that shows the compute
   // alone.

@@ -31,8 +31,8 @@ struct TransportTraits {
   // [shards and gradients in windows] in core/lanes.h.
   bool keeps_reduce_output = false;
   const char* flight_backend = "gloo";  // as PyTorch's tools call the transport
-  // The number of each rank's host, by rank, if ranks of one host share memory and those of several
-  // hosts send messages: Note [groups that span hosts]. Empty otherwise.
+  // For each rank, the number of its host, in groups whose ranks share memory within a host and
+  // send messages between hosts: Note [groups that span hosts]. Otherwise empty.
   std::vector<int> hosts = {};
 };
 

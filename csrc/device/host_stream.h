@@ -70,8 +70,7 @@ class HostEvent final : public Event {
 
   // For streams only. nullptr stands for a record that is already reached.
   void set_newest(std::shared_ptr<Completion> completion);
-  // The newest record, if the stream has not reached it; otherwise nullptr. A wait is for
-  // this record.
+  // The newest record, which waits are for. Null if the stream has reached it.
   std::shared_ptr<Completion> pending() const;
 
  private:

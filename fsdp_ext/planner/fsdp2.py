@@ -35,8 +35,9 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
 
     Returns:
         The bytes, or None where the walk does not know FSDP2's rules: with CPU offload, if one rank
-        has whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, and
-        for units that skip a reshard or an unshard in backward.
+        has whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, for
+        units that skip a reshard or an unshard in backward, and for parameters that are sharded in
+        another dimension than 0.
     """
     if not all(_is_known(unit) for unit in root.units):
         return None
@@ -56,9 +57,8 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
 def _is_known(unit: PlannedUnit) -> bool:
     asked = unit.settings
     has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
-    is_usual = asked.reshard_after_backward and asked.unshard_in_backward
-    is_usual = is_usual and unit.is_sharded_by_rows
-    return unit.world_size > 1 and is_usual and not asked.offloads and not has_lists
+    is_usual = asked.reshard_after_backward and asked.unshard_in_backward and not asked.offloads
+    return unit.world_size > 1 and unit.is_sharded_by_rows and is_usual and not has_lists
 
 
 def _moments(root: PlannedRoot) -> Iterator[_Moment]:

@@ -68,26 +68,20 @@ class PlannedParam:
         name: its name, from the root of the copy.
         parameter: the whole parameter of the copy.
         keeps_dtype: whether it would be computed with in its own dtype.
+        shard_dim: the dimension that ranks share.
+        is_gathered: whether its rows are gathered unchanged.
     """
 
     name: str
     parameter: nn.Parameter
     keeps_dtype: bool
+    shard_dim: int = 0
+    is_gathered: bool = True
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole parameter."""
         return self.parameter.shape
-
-    @property
-    def shard_dim(self) -> int:
-        """The dimension that ranks share."""
-        return 0
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether its rows are gathered unchanged."""
-        return True
 
     @property
     def dtype(self) -> torch.dtype:

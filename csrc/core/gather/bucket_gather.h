@@ -35,7 +35,7 @@ class BucketGather {
     return all_ranks_.pieces.size() > 1 || (group_ != nullptr && group_->source.pieces.size() > 1);
   }
 
-  // In the ring, or the home. Null if it is released.
+  // In the ring, or the persistent slot. Null if it is released.
   const Slot* slot() const { return slot_; }
   // The slot of a bucket that stays unsharded after forward.
   const Slot* persistent_slot() const { return persistent_slot_.get(); }

@@ -229,8 +229,8 @@ Slot* Gatherer::reacquire_slot(Bucket& bucket) {
 Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
   const std::size_t bytes = bucket.layout.unsharded_bytes();
   if (!bucket.units.front()->reshard_after_forward) {
-    if (Slot* home = acquire_persistent_slot(bucket)) {
-      return home;
+    if (Slot* slot = acquire_persistent_slot(bucket)) {
+      return slot;
     }
   } else if (bytes <= ring_->slot_bytes()) {
     if (Slot* slot = ring_->try_acquire(bucket.number)) {

@@ -11,7 +11,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
                            std::size_t most_kept_inputs) {
   const bool may_differ = has_several_meshes(buckets);
   GatherMemory memory = plan_gathers(uses_of(buckets), slots, most_kept_inputs);
-  // A rank may have less memory than another.
+  // Ranks may have different amounts of memory. All share an input if one rank has to.
   if (lane_.most(memory.shared_input > 0 ? 1 : 0, /*may_differ=*/true) > 0) {
     memory = plan_gathers(uses_of(buckets), slots, /*most_kept_inputs=*/0);
   }
@@ -61,7 +61,8 @@ void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets)
   lane_.place_in_windows(shards, BufferUse::Shard);
 }
 
-// A home is used from the next forward on, so it is planned, too: ranks register it together.
+// A persistent slot is used from the next forward on, so ranks allocate and register it together,
+// while they plan memory.
 void Gatherer::allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& bucket : buckets) {
     if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&

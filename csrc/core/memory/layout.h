@@ -118,7 +118,7 @@ struct ParamSpec {
   std::int64_t chunk_multiple = 1;            // elements, a power of two
 };
 
-// Every start is a multiple of this many elements, which aligns it in all dtypes.
+// Every chunk starts at a multiple of this many elements, so it is aligned in every dtype.
 constexpr std::int64_t uniform_multiple(int world_size) {
   return static_cast<std::int64_t>(world_size == 1 ? kRegionAlignment : kAlignment);
 }

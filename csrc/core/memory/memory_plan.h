@@ -65,14 +65,13 @@ struct GatherMemory {
   int slots = 0;
   std::size_t slot_bytes = 0;
   std::size_t staging_bytes = 0;
-  // Of the largest bucket; 0: each bucket keeps its own. Note [gather inputs] in
+  // The largest bucket's gather input; 0: each bucket keeps its own. Note [gather inputs] in
   // core/gather/gatherer.h.
   std::size_t shared_input = 0;
-  std::size_t largest_input = 0;
   std::size_t kept_input_bytes = 0;
   bool any_in_pieces = false;  // among the buckets that have slots
 
-  // Of the input that all buckets share. Pieces need two halves.
+  // The size of the input that all buckets share. Pieces use its halves in turns.
   std::size_t input_bytes() const { return shared_input * (any_in_pieces ? 2 : 1); }
 };
 struct ReduceMemory {
@@ -90,7 +89,8 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
 }
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
-// Buckets keep their gather inputs if all of these together take at most `most_kept_inputs` bytes.
+// Each bucket keeps a gather input of its own if together they take at most `most_kept_inputs`
+// bytes.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
                           std::size_t most_kept_inputs = kAnyBytes);
 // `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note

@@ -1,4 +1,5 @@
-// Which gradients of a unit have arrived, and which ones its last reduction included.
+// The gradients of a unit: which ones have arrived in this backward, and which ones the last
+// reduction included.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +72,7 @@ class UnitGradients {
   bool is_reached_ = false;
   bool is_reduced_ = false;
   bool awaits_reduction_ = false;
-  // Note [NaN and Inf] in core/reduce/nonfinite_gradients.h.
+  // For Note [NaN and Inf] in core/reduce/nonfinite_gradients.h:
   std::uint64_t* nonfinite_marks_ = nullptr;  // on the device
   std::vector<std::uint64_t> reduced_since_;  // the first packing in the last reduction
 };

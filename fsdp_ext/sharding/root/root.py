@@ -156,20 +156,20 @@ class Root(UnitTree):
         module_changes.watch(self.module.modules())
         watch_optimizers_in_backward()
         names = {param: name for name, param in self.module.named_parameters()}
-        cores = [
+        impls = [
             unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
         self._nest_units_of_one_module()
-        configs = self.configs([unit_impl.layout for unit_impl in cores], self.meshes)
-        for unit_impl, config in zip(cores, configs, strict=True):
+        configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
+        for unit_impl, config in zip(impls, configs, strict=True):
             impl.add_unit(unit_impl, config)
         self.impl = impl
         self._placed = [unit.entries for unit in self.units]
         impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
-            for unit, unit_impl in zip(self.units, cores, strict=True):
+            for unit, unit_impl in zip(self.units, impls, strict=True):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_impl)
         return impl
