@@ -10,9 +10,10 @@ On the CPU the peer is torch.distributed's gloo. The inputs of "ours" lie where 
 those of a model; "ours, other inputs" has ordinary tensors. "ours (process_group)" is what ranks of
 several hosts use, over gloo, too. "memcpy" copies half as many bytes as
 the operation has to read and write (S + S for a gather, S + S / N for a reduction), on all ranks at
-the same time. On a GPU the peers are torch's NCCL, and NCCL itself through CuPy. A row "max_ctas"
-has lanes of at most that many thread blocks, which leave the other multiprocessors to the compute
-(docs/design/cuda.md). Ranks that share a GPU are only a functional test, and the table says so.
+the same time. On a GPU the peers are torch's NCCL, and NCCL itself through CuPy. Rows with settings
+of lanes (docs/design/cuda.md) have fewer thread blocks, which leave the other multiprocessors to
+the compute. There "ours" has inputs and outputs in registered memory, as a model does. Ranks that
+share a GPU are only a functional test, and the table says so.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from fsdp_ext.comm.nccl_settings import OF_LANES
 
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")
+LANES = {"all_gather": "gather", "reduce_scatter": "reduce"}
 RANKS = 2
 LEAST_IN_ROW = 2  # the fewest calls that are timed as one
-CAP = "max_ctas=8"  # of the lanes with a cap
+SETTINGS = ("max_ctas=8", "cta_policy=efficiency", "cta_policy=auto")  # of lanes of their own
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,33 @@ class System:
 
     all_gather: Collective
     reduce_scatter: Collective
-    # Copies a tensor to where this system's inputs lie.
-    place: Callable[[Tensor], Tensor] = torch.clone
+    # Copies the input or the output of an operation to where this system has it.
+    place_input: Callable[[Tensor, str], Tensor] = lambda tensor, operation: tensor.clone()
+    place_output: Callable[[Tensor, str], Tensor] = lambda tensor, operation: tensor
 
 
 def ours(lanes: _C.Lanes) -> System:
     """Return fsdp_ext's collectives, on the lanes that models use."""
 
-    def place(tensor: Tensor) -> Tensor:
-        return lanes.input_buffer(tensor.nbytes).view(tensor.dtype).view_as(tensor).copy_(tensor)
+    def fill(buffer: Tensor, tensor: Tensor) -> Tensor:
+        return buffer.view(tensor.dtype).view_as(tensor).copy_(tensor)
 
-    return System(lanes.all_gather, lanes.reduce_scatter, place)
+    def place_input(tensor: Tensor, operation: str) -> Tensor:
+        return fill(lanes.input_buffer(tensor.nbytes, LANES[operation]), tensor)
+
+    def place_output(tensor: Tensor, operation: str) -> Tensor:
+        return fill(lanes.output_buffer(tensor.nbytes, LANES[operation]), tensor)
+
+    if lanes.transport == "nccl":
+        return System(lanes.all_gather, lanes.reduce_scatter, place_input, place_output)
+    return System(lanes.all_gather, lanes.reduce_scatter, place_input)
 
 
-def capped_lanes(device: torch.device) -> _C.Lanes:
-    """Return lanes over a group of their own, whose collectives have few thread blocks."""
+def lanes_with(settings: str, device: torch.device) -> _C.Lanes:
+    """Return lanes over a group of their own that have these settings."""
     group = dist.new_group()
     before = {variable: os.environ.get(variable) for variable in OF_LANES.values()}
-    os.environ |= dict.fromkeys(OF_LANES.values(), CAP)
+    os.environ |= dict.fromkeys(OF_LANES.values(), settings)
     try:
         return lanes_of(group, device)
     finally:
@@ -159,7 +170,8 @@ def measure_size(
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, system in found.items():
         source, target, expected = operands(operation, size, device)
-        calls[name] = (getattr(system, operation), system.place(source), target)
+        target = system.place_output(target, operation)
+        calls[name] = (getattr(system, operation), system.place_input(source, operation), target)
         outputs[name] = target, expected
     if device.type == "cpu":
         touched = 2 * size if operation == "all_gather" else size + size // world_size
@@ -208,7 +220,9 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
     found = {f"ours ({lanes.transport})": ours(lanes)}
     missing = {}
     if device.type == "cuda":
-        found[f"ours (nccl, {CAP})"] = ours(capped_lanes(device))
+        has_policies = torch.cuda.nccl.version() >= (2, 28)
+        for settings in SETTINGS if has_policies else SETTINGS[:1]:
+            found[f"ours (nccl, {settings})"] = ours(lanes_with(settings, device))
         found["torch nccl"] = torchs()
         try:
             found["NCCL through CuPy"] = raw_nccl()

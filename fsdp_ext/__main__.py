@@ -18,10 +18,6 @@ from fsdp_ext.comm.nccl_settings import OF_LANES, describe_lane, nccl_settings
 from fsdp_ext.comm.transports import VARIABLE, resolve_transport, why_no_shared_memory
 from fsdp_ext.planner import cli
 
-PLAIN_WINDOWS = (
-    "ncclCommWindowRegister, without NCCL_WIN_COLL_SYMMETRIC: symmetric kernels of NCCL 2.28.0 to "
-    "2.30.6 may read a buffer before it is written"
-)
 USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
 HELP = f"""{USAGE}
 
@@ -78,11 +74,11 @@ def _describe_cuda() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees none",
     }
     try:
-        version, path, registration, symmetric = _C.describe_nccl(nccl_libraries())
+        version, path, registration = _C.describe_nccl(nccl_libraries())
     except RuntimeError as error:
         return {**lines, "NCCL": str(error)}
     how = {
-        "window": "ncclCommWindowRegister" if symmetric else PLAIN_WINDOWS,
+        "window": "ncclCommWindowRegister",
         "register": "ncclCommRegister",
         "none": "not in this version",
     }

@@ -19,11 +19,14 @@
 // Note [shards and gradients in windows]
 // NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
 // shards, and reductions that need no further work write the flat gradients. So when memory is
-// planned, where all ranks are together, these tensors move into memory of the lane's communicator,
-// one allocation and one window for each bucket. If a tensor of one rank has other memory since
-// (Note [held gradients]), all ranks move theirs. Until then that rank reduces into the reduce
-// output, which is a window, too: whether a buffer is one has to be the same on all ranks.
-// Where NCCL can register nothing, no rank has windows, and all reduce into the flat gradients.
+// planned, where all ranks are together, these tensors move into memory of the lane's communicator.
+// Blocks of a bounded size have several buckets each, because NCCL maps every allocation on peers,
+// and the host's launches take longer with each mapping. Buckets move one block after the other, so
+// old and new memory exist together for one block alone. A block is freed with its last tensor. If
+// a tensor of one rank has other memory since (Note [held gradients]), all ranks move theirs. Until
+// then that rank reduces into the reduce output, which is registered, too: whether a buffer is
+// registered has to be the same on all ranks.
+// Where NCCL can register nothing, no rank moves tensors, and all reduce into the flat gradients.
 //
 // Note [several meshes]
 // A unit may be shared by fewer ranks than the root. The experts of one layer, for example, are
@@ -55,6 +58,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "base/check.h"
 #include "comm/communicator.h"
 #include "comm/messages/message_staging.h"
@@ -157,8 +161,8 @@ class Lane {
     };
     const bool any_has_to = std::any_of(tensors.begin(), tensors.end(), has_to_move);
     if (registered_->most(any_has_to ? 1 : 0) > 0) {
-      for (const Movable& tensor : tensors) {
-        tensor.move(registered_->allocate(tensor.bytes, use));
+      for (auto first = tensors.begin(); first != tensors.end();) {
+        first = move_into_a_block(first, tensors.end(), use);
       }
     }
     registered_->free_unused();
@@ -176,6 +180,28 @@ class Lane {
   }
 
  private:
+  // The most bytes of a block with several tensors.
+  static constexpr std::size_t kBlockBytes = std::size_t{512} << 20;
+  static constexpr std::size_t kBlockAlignment = 512;
+
+  // Returns the first tensor that does not fit into the block.
+  using Movables = std::vector<Movable>::const_iterator;
+  Movables move_into_a_block(Movables first, Movables end, BufferUse use) {
+    std::size_t bytes = 0;
+    Movables last = first;
+    do {
+      bytes += align_up(last->bytes, kBlockAlignment);
+      ++last;
+    } while (last != end && bytes + last->bytes <= kBlockBytes);
+    const std::shared_ptr<void> block = registered_->allocate(bytes, use);
+    auto* place = static_cast<char*>(block.get());
+    for (; first != last; ++first) {
+      first->move(std::shared_ptr<void>(block, place));
+      place += align_up(first->bytes, kBlockAlignment);
+    }
+    return last;
+  }
+
   void drain(Stream& stream) noexcept {
     try {
       stream.record(*drained_);

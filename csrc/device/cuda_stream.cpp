@@ -362,6 +362,12 @@ class CudaDevice final : public Device {
     }
   }
 
+  int driver_version() const override {
+    int version = 0;
+    FSDP_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version;
+  }
+
   bool is_capturing() const override { return capture() != 0; }
   void push_range(const std::string& name) override { nvtx::push(name.c_str()); }
   void pop_range() override { nvtx::pop(); }

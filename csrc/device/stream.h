@@ -245,6 +245,9 @@ class Device {
     return begin_range_ == nullptr ? nullptr : begin_range_(name, bytes);
   }
 
+  // The newest CUDA version that the driver has: 12050 is 12.5. 0 where there is none.
+  virtual int driver_version() const { return 0; }
+
   // Whether the compute stream is being captured into a CUDA graph.
   virtual bool is_capturing() const { return false; }
 

@@ -215,13 +215,13 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOpt
   return lanes_over(std::move(communicators), std::move(device), std::move(packer));
 }
 
-at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes) {
+at::Tensor lane_buffer(Lanes& lanes, std::int64_t bytes, const std::string& lane, BufferUse use) {
   const bool on_host = lanes.device->name() == std::string("cpu");
   const auto device =
       on_host ? at::Device(at::kCPU)
               : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(lanes.device->index()));
-  return tensor_over(lanes.gather.allocate(static_cast<std::size_t>(bytes), BufferUse::Input),
-                     bytes, device);
+  return tensor_over(lane_named(lanes, lane).allocate(static_cast<std::size_t>(bytes), use), bytes,
+                     device);
 }
 
 at::Tensor shared_zeros(std::int64_t bytes) {
@@ -239,6 +239,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
              "A CUDA graph cannot capture the set-up in the first iteration. Run a few whole "
              "steps before capturing one.");
   std::unique_ptr<Packer> packer = make_cuda_packer(*device, pack_multiprocessors);
+  options.driver = device->driver_version();
   if (options.size > 1 && store != nullptr) {
     options.lanes = std::make_shared<DeviceLanes>();
     options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,

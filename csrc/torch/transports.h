@@ -43,9 +43,9 @@ std::shared_ptr<Lanes> make_shared_memory_lanes(const SharedMemoryEndpoint& endp
                                                 std::chrono::milliseconds timeout,
                                                 std::chrono::milliseconds host_timeout);
 
-// Returns a uint8 tensor in memory that the lanes' collectives read without a copy. All ranks ask
-// for the same size. The lanes must outlive the tensor.
-at::Tensor input_buffer(Lanes& lanes, std::int64_t bytes);
+// Returns a uint8 tensor in memory that the collectives of a lane ("gather" or "reduce") read or
+// write best. All ranks ask for the same size. The lanes must outlive the tensor.
+at::Tensor lane_buffer(Lanes& lanes, std::int64_t bytes, const std::string& lane, BufferUse use);
 
 // Returns a uint8 tensor of zeros that other ranks of the host can read.
 at::Tensor shared_zeros(std::int64_t bytes);

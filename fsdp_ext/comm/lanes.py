@@ -20,7 +20,12 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.at_exit import let_threads_finish
 from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
-from fsdp_ext.comm.nccl_settings import check_agreement, nccl_settings, pack_multiprocessors
+from fsdp_ext.comm.nccl_settings import (
+    check_agreement,
+    nccl_host,
+    nccl_settings,
+    pack_multiprocessors,
+)
 from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import (
@@ -370,8 +375,10 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
     # After the exchange, all ranks have rank 0's id.
-    all_settings = rendezvous.exchange("has the id", str(settings).encode())
-    check_agreement([text.decode() for text in all_settings], rendezvous.ranks)
+    mine = f"{settings}\n{nccl_host()}"
+    received = rendezvous.exchange("has the id", mine.encode())
+    all_settings, _, hosts = zip(*(text.decode().partition("\n") for text in received), strict=True)
+    check_agreement(all_settings, rendezvous.ranks)
     return _C.Lanes.nccl(
         libraries=libraries,
         unique_id=rendezvous.offers[0],
@@ -381,6 +388,7 @@ def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) ->
         timeout=timeout.total_seconds(),
         host_timeout=(timeout + GRACE).total_seconds(),
         register_buffers=settings.registers_buffers,
+        nodes=len(set(hosts)),
         gather_settings=settings.gather,
         reduce_settings=settings.reduce,
         pack_multiprocessors=pack_multiprocessors(),

@@ -7,8 +7,11 @@ for ``FSDP_EXT_PACK_MULTIPROCESSORS``.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from fsdp_ext.comm.rendezvous import machine
 
 REGISTER = "FSDP_EXT_NCCL_REGISTER"
 OF_LANES = {"gather": "FSDP_EXT_NCCL_GATHER", "reduce": "FSDP_EXT_NCCL_REDUCE"}
@@ -16,7 +19,8 @@ PACK_MULTIPROCESSORS = "FSDP_EXT_PACK_MULTIPROCESSORS"
 
 # The least and the most of each number. NCCL has at most 64 channels.
 _RANGES = {"min_ctas": (1, 64), "max_ctas": (1, 64), "cluster_size": (0, 8)}
-_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL_CTA_POLICY_*
+# NCCL_CTA_POLICY_*; csrc/comm/nccl/nccl_paths.cpp chooses what "auto" stands for.
+_POLICIES = {"default": 0, "efficiency": 1, "zero": 2, "auto": -1}
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,14 @@ def nccl_settings() -> NcclSettings:
     return NcclSettings(registers, gather, reduce)
 
 
+def nccl_host() -> str:
+    """Return what NCCL tells nodes apart by (src/misc/utils.cc): ranks of one node have the same.
+
+    Containers with host names of their own are nodes of their own.
+    """
+    return os.environ.get("NCCL_HOSTID") or f"{platform.node()}/{machine()}"
+
+
 def pack_multiprocessors() -> int:
     """Return the most multiprocessors of a GPU that packing kernels use; 0 stands for all.
 
@@ -127,7 +139,7 @@ def _settings_of_lane(variable: str) -> dict[str, int]:
             raise ValueError(
                 f"{variable} is {text!r}. Pass each of these at most once, such as "
                 "'max_ctas=8,cta_policy=efficiency': min_ctas and max_ctas from 1 to 64, "
-                "cluster_size from 0 to 8, and cta_policy default, efficiency or zero."
+                "cluster_size from 0 to 8, and cta_policy default, efficiency, zero or auto."
             )
         found[name] = number
     if found.get("min_ctas", 0) > found.get("max_ctas", 64):

@@ -7,6 +7,7 @@ import pytest
 from fsdp_ext.comm.nccl_settings import (
     NcclSettings,
     check_agreement,
+    nccl_host,
     nccl_settings,
     pack_multiprocessors,
 )
@@ -71,6 +72,22 @@ def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("FSDP_EXT_NCCL_REGISTER", "0")
     with pytest.raises(ValueError, match="copy engines need registered buffers"):
         nccl_settings()
+
+
+def test_the_policy_may_be_left_to_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATHER, "cta_policy=auto")
+    monkeypatch.setenv(REDUCE, "cta_policy=auto")
+    assert nccl_settings().gather == nccl_settings().reduce == {"cta_policy": -1}
+    assert "FSDP_EXT_NCCL_GATHER=cta_policy=auto" in str(nccl_settings())
+
+
+def test_a_host_is_what_nccl_takes_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    mine = nccl_host()
+    monkeypatch.setattr("platform.node", lambda: "a container")
+    assert nccl_host() != mine
+    monkeypatch.setenv("NCCL_HOSTID", "one")
+    assert nccl_host() == "one"
 
 
 def test_ranks_that_differ_are_named() -> None:

@@ -1,5 +1,6 @@
 #include "fake_nccl.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -83,6 +84,7 @@ struct NcclComm {
   int rank = 0;
   int size = 0;
   bool blocking = true;
+  int policy = fsdp::nccl::kUndefined;
   std::shared_ptr<Barrier> barrier;
   std::atomic<bool> aborted{false};
   std::atomic<int> polls{0};
@@ -99,51 +101,121 @@ using fsdp::nccl::NcclComm;
 
 namespace {
 
-// The windows of all communicators, by their begin.
+// What all communicators have registered, by its begin.
 struct Registered {
   std::size_t bytes;
   NcclComm* comm;
-  std::size_t offset;
+  bool is_symmetric;   // a window with NCCL_WIN_COLL_SYMMETRIC
+  std::size_t offset;  // of a window
 };
-std::map<const char*, Registered>& windows() {
+std::map<const char*, Registered>& registered() {
   static auto* const all = new std::map<const char*, Registered>;
   return *all;
 }
 
-bool is_in_window(const void* memory, const NcclComm* comm) {
+struct Place {
+  std::size_t bytes_left = 0;  // registered with the communicator from the address on
+  bool is_symmetric = false;
+};
+
+Place place_of(const void* memory, const NcclComm* comm) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto window = fsdp::test::window_around(windows(), memory);
-  return window != windows().end() && window->second.comm == comm;
+  const auto found = fsdp::test::window_around(registered(), memory);
+  if (found == registered().end() || found->second.comm != comm) {
+    return {};
+  }
+  const auto offset = static_cast<std::size_t>(static_cast<const char*>(memory) - found->first);
+  return {found->second.bytes - offset, found->second.is_symmetric};
 }
 
-void add_window(const void* memory, std::size_t bytes, NcclComm* comm) {
-  static auto* const offsets = new std::map<std::pair<std::string, int>, std::size_t>;
+void add_registered(const void* memory, const Registered& added) {
   const auto* address = static_cast<const char*>(memory);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto after = windows().lower_bound(address + bytes);
-  if (after != windows().begin() &&
+  const auto after = registered().lower_bound(address + added.bytes);
+  if (after != registered().begin() &&
       std::prev(after)->first + std::prev(after)->second.bytes > address) {
     ++state.overlapping_windows;
   }
+  registered()[address] = added;
+}
+
+void add_buffer(const void* memory, std::size_t bytes, NcclComm* comm) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  add_registered(memory, {bytes, comm, false, 0});
+}
+
+void add_window(const void* memory, std::size_t bytes, int flags, NcclComm* comm) {
+  static auto* const offsets = new std::map<std::pair<std::string, int>, std::size_t>;
+  const std::lock_guard<std::mutex> lock(mutex);
   const std::size_t offset = comm->space.take(bytes);
-  windows()[address] = {bytes, comm, offset};
+  add_registered(memory, {bytes, comm, flags == fsdp::nccl::kWindowCollSymmetric, offset});
   const auto [first, is_first] = offsets->insert({{comm->name, comm->windows_made++}, offset});
   state.misplaced_windows += is_first || first->second == offset ? 0 : 1;
 }
 
+void remove_buffer(const void* memory) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  registered().erase(static_cast<const char*>(memory));
+}
+
 void remove_window(const void* memory) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto window = windows().find(static_cast<const char*>(memory));
+  const auto window = registered().find(static_cast<const char*>(memory));
   window->second.comm->space.give_back(window->second.offset);
-  windows().erase(window);
+  registered().erase(window);
+}
+
+// The path of a collective on these buffers: enqueue.cc and scheduler/symmetric_sched.cc. Returns
+// false if it is that of neither copy engines nor symmetric kernels.
+bool takes_windows(const Place& input, const Place& output, bool is_gather, const NcclComm* comm) {
+  const bool takes_plain_inputs = state.version >= 22900;
+  const bool both = input.is_symmetric && output.is_symmetric;
+  if (is_gather && comm->policy == fsdp::nccl::kZeroCtas &&
+      (both || (takes_plain_inputs && output.is_symmetric))) {
+    ++state.copied_gathers;
+    return true;
+  }
+  // From 2.29 on, a kernel for small messages may run if one of the two is in a window.
+  if (both || (takes_plain_inputs && (input.is_symmetric || output.is_symmetric))) {
+    ++state.symmetric_kernels;
+    return true;
+  }
+  return false;
 }
 
 // NCCL counts groups by thread. This does not use thread_local, because ThreadSanitizer does not
 // see how a library that was opened at run time allocates and frees such memory.
+struct Gather {
+  std::size_t bytes;  // of each rank
+  std::size_t ranks;
+  Place input;
+  Place output;
+};
+
 struct Group {
   int depth = 0;
   std::vector<std::function<Result()>> calls;
+  std::vector<Gather> gathers;  // with the policy "efficiency"
 };
+
+// Counts the all-gathers of a group by what NCCL would choose (ncclPrepareTasks and getAlgoInfo in
+// enqueue.cc): it adds up those less than four times as large as the smallest, and looks for the
+// sum at the smallest one's buffers. Among equally large ones the last to be issued is first.
+void choose_algorithms(std::vector<Gather> gathers) {
+  std::reverse(gathers.begin(), gathers.end());
+  std::stable_sort(gathers.begin(), gathers.end(),
+                   [](const Gather& a, const Gather& b) { return a.bytes < b.bytes; });
+  for (auto first = gathers.begin(); first != gathers.end();) {
+    std::size_t bytes = 0;
+    auto end = first;
+    for (; end != gathers.end() && (end == first || end->bytes < 4 * first->bytes); ++end) {
+      bytes += end->bytes;
+    }
+    const bool by_switch =
+        bytes <= first->input.bytes_left && bytes * first->ranks <= first->output.bytes_left;
+    (by_switch ? state.switch_gathers : state.ring_gathers) += static_cast<int>(end - first);
+    first = end;
+  }
+}
 
 Group& my_group() {
   static auto* const groups = new std::map<std::thread::id, Group>;
@@ -160,6 +232,7 @@ Comm make(const std::string& name, int rank, int size, const Config* config) {
   comm->size = size;
   comm->blocking = blocking;
   comm->barrier = barrier_of(name, size);
+  comm->policy = config->size == sizeof(Config) ? config->cta_policy : fsdp::nccl::kUndefined;
   return comm;
 }
 
@@ -310,8 +383,19 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
   if (state.gathers_nothing) {
     return fsdp::nccl::kSuccess;
   }
-  const bool on_windows = is_in_window(input, comm) && is_in_window(output, comm);
-  ++(on_windows ? state.windowed_gathers : state.plain_gathers);
+  const Place from = place_of(input, comm);
+  const Place to = place_of(output, comm);
+  const bool is_registered = from.bytes_left > 0 && to.bytes_left > 0;
+  ++(is_registered ? state.registered_gathers : state.plain_gathers);
+  if (!takes_windows(from, to, /*is_gather=*/true, comm) && is_registered &&
+      comm->policy == fsdp::nccl::kEfficiencyPolicy) {
+    const Gather gather{bytes, static_cast<std::size_t>(comm->size), from, to};
+    if (Group& group = my_group(); group.depth > 0) {
+      group.gathers.push_back(gather);
+    } else {
+      choose_algorithms({gather});
+    }
+  }
   return run(stream, [=] {
     return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (std::size_t r = 0; r < inputs.size(); ++r) {
@@ -324,8 +408,11 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
 // fp32 only.
 FAKE_NCCL_API Result ncclReduceScatter(const void* input, void* output, std::size_t count,
                                        DataType /*type*/, int /*op*/, Comm comm, void* stream) {
-  const bool on_windows = is_in_window(input, comm) && is_in_window(output, comm);
-  ++(on_windows ? state.windowed_reductions : state.plain_reductions);
+  const Place from = place_of(input, comm);
+  const Place to = place_of(output, comm);
+  ++(from.bytes_left > 0 && to.bytes_left > 0 ? state.registered_reductions
+                                              : state.plain_reductions);
+  takes_windows(from, to, /*is_gather=*/false, comm);
   return run(stream, [=] {
     std::vector<float> sums(count, 0.0f);
     const Result result = exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
@@ -380,6 +467,7 @@ FAKE_NCCL_API Result ncclGroupEnd() {
   Group& group = my_group();
   --group.depth;
   state.log("group of " + std::to_string(group.calls.size()));
+  choose_algorithms(std::exchange(group.gathers, {}));
   for (const auto& collective : std::exchange(group.calls, {})) {
     const Result result = collective();
     if (result != fsdp::nccl::kSuccess) {
@@ -414,27 +502,27 @@ static Result register_for(Comm comm) {
              : static_cast<Result>(state.register_result.load());
 }
 
-FAKE_NCCL_API Result ncclCommRegister(Comm comm, void* memory, std::size_t /*bytes*/,
-                                      void** handle) {
+FAKE_NCCL_API Result ncclCommRegister(Comm comm, void* memory, std::size_t bytes, void** handle) {
   state.log("register");
   const Result result = register_for(comm);
   if (result == fsdp::nccl::kSuccess) {
     *handle = memory;
+    add_buffer(memory, bytes, comm);
     ++state.registered_buffers;
   }
   return result;
 }
 
-FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* /*handle*/) {
+FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* handle) {
   --state.registered_buffers;
+  remove_buffer(handle);
   return fsdp::nccl::kSuccess;
 }
 
 // All ranks wait for each other in it.
 FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t bytes,
                                             Window* window, int flags) {
-  state.log("window");
-  state.window_flags = flags;
+  state.log(flags == fsdp::nccl::kWindowCollSymmetric ? "window" : "plain window");
   const bool fails_here = comm->rank == state.register_fails_on_rank;
   const auto together = barrier_of(comm->name + " registers", comm->size);
   if (state.others_wait_for_failed && (fails_here || !together->wait(comm->aborted))) {
@@ -450,7 +538,7 @@ FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t
   }
   const auto add = [=] {
     ++state.registered_buffers;
-    add_window(memory, bytes, comm);
+    add_window(memory, bytes, flags, comm);
     *window = reinterpret_cast<Window>(memory);
   };
   if (comm->blocking) {

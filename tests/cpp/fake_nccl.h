@@ -24,7 +24,6 @@ struct FakeNccl {
   std::atomic<bool> others_wait_for_failed{false};  // while they register, until they are aborted
   std::atomic<int> allocations_to_fail{0};
   std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
-  std::atomic<int> window_flags{-1};                     // of the last window
   std::atomic<bool> has_windows{true};       // between these ranks; false: they are null
   std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL does not report
   std::atomic<bool> can_revoke{true};
@@ -37,12 +36,17 @@ struct FakeNccl {
   std::atomic<int> registered_buffers{0};
   std::atomic<int> overlapping_windows{0};  // that one communicator or another has had already
   std::atomic<int> misplaced_windows{0};    // whose offsets differ between ranks
-  // Of all-gathers and reduce-scatters on windows alone, and of the others.
-  std::atomic<int> windowed_gathers{0};
+  // Of all-gathers and reduce-scatters on registered buffers alone, and of the others.
+  std::atomic<int> registered_gathers{0};
   std::atomic<int> plain_gathers{0};
-  std::atomic<int> windowed_reductions{0};
+  std::atomic<int> registered_reductions{0};
   std::atomic<int> plain_reductions{0};
-  std::function<void()> before_gather;  // what an all-gather does first; may be empty
+  // What NCCL would run, by the rules of docs/design/cuda.md: Note [paths of lanes].
+  std::atomic<int> copied_gathers{0};     // by copy engines
+  std::atomic<int> symmetric_kernels{0};  // that read and write windows
+  std::atomic<int> switch_gathers{0};     // with the policy "efficiency", by the switch
+  std::atomic<int> ring_gathers{0};       // with that policy, by a ring
+  std::function<void()> before_gather;    // what an all-gather does first; may be empty
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "nccl_ranks.h"
@@ -21,25 +22,24 @@ using test::NcclRanks;
 
 using std::chrono::milliseconds;
 
+// Windows that are not symmetric do nothing for a collective.
 TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
-  for (const char* kind : {"window", "register"}) {
-    api_.version = kind == std::string("window") ? 22809 : 22707;
+  const std::pair<int, const char*> expected[] = {
+      {22707, "register"}, {22809, "register"}, {23006, "register"}, {23007, "window"}};
+  for (const auto& [version, how] : expected) {
+    use_version(version);
     fake().drain_calls();
     run_ranks(2, [](Rank rank) {
-      const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-      EXPECT_NE(memory, nullptr);
+      for (Communicator* lane : {&rank.gather, &rank.reduce}) {
+        EXPECT_NE(lane->allocate(rank.device, 4096, BufferUse::Output), nullptr);
+      }
     });
     const auto calls = fake().drain_calls();
-    EXPECT_EQ(std::count(calls.begin(), calls.end(), kind), 2) << kind;
+    for (const char* call : {"register", "window", "plain window"}) {
+      EXPECT_EQ(std::count(calls.begin(), calls.end(), call), call == std::string(how) ? 4 : 0)
+          << call << " in " << version;
+    }
   }
-}
-
-TEST_F(NcclRanks, PassTheFlagsOfTheirVersion) {
-  run_ranks(2, [](Rank rank) { rank.gather.allocate(rank.device, 64, BufferUse::Output); });
-  EXPECT_EQ(fake().window_flags, nccl::kWindowDefault);
-  api_.version = 23007;
-  run_ranks(2, [](Rank rank) { rank.gather.allocate(rank.device, 64, BufferUse::Output); });
-  EXPECT_EQ(fake().window_flags, nccl::kWindowCollSymmetric);
 }
 
 // See Note [order of windows].
@@ -83,7 +83,7 @@ TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
 
 // See Note [order of windows]. The fake counts windows whose offsets differ between ranks.
 TEST_F(NcclRanks, FreeBuffersInOneOrder) {
-  api_.version = 23007;
+  use_version(23007);
   run_ranks(2, [](Rank rank) {
     std::vector<std::shared_ptr<void>> buffers;
     const auto allocate = [&] {
@@ -118,7 +118,7 @@ TEST_F(NcclRanks, RegisterNothingWithinAStep) {
     }
   });
   const auto calls = fake().drain_calls();
-  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 0);
 }
 
 // Torch may keep memory that it does not use.
@@ -156,6 +156,7 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
 
 // Rank 0 fails in NCCL, and rank 1 waits there. Then both errors say what to set.
 TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
+  use_version(23007);
   fake().register_fails_on_rank = 0;
   fake().others_wait_for_failed = true;
   left_behind_ = 2;
@@ -175,6 +176,7 @@ TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
 
 // NCCL makes such communicators if NCCL_COMM_BLOCKING=0 is in the environment.
 TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
+  use_version(23007);
   fake().never_blocks = true;
   fake().polls_in_progress = 20;
   const auto messages = run_ranks(2, [](Rank rank) {
@@ -197,11 +199,12 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
     EXPECT_NE(rank.gather.allocate(rank.device, 64, BufferUse::Output), nullptr);
   });
   const auto calls = fake().drain_calls();
-  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 0);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 0);
 }
 
 // NCCL 2.29 and newer makes no windows between ranks that cannot read each other's memory.
 TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
+  use_version(23007);
   fake().has_windows = false;
   run_ranks(2, [](Rank rank) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
@@ -221,7 +224,7 @@ TEST_F(NcclRanks, TryNoMoreAfterARegistrationHasFailed) {
     EXPECT_NE(rank.gather.allocate(rank.device, 4096, BufferUse::Output), nullptr);
   });
   const auto calls = fake().drain_calls();
-  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 2);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 2);
 }
 
 // A collective that NCCL has aborted without a word leaves what was in its buffer.

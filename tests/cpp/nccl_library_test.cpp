@@ -76,20 +76,12 @@ TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwo) {
 }
 
 TEST_F(NcclLibrary, RegistersBuffersAsItsVersionCan) {
-  EXPECT_STREQ(nccl::find_library({}).registration(), "window");
-  fake().version = 22707;
-  EXPECT_STREQ(nccl::find_library({}).registration(), "register");
-}
-
-// Note [symmetric kernels]
-TEST_F(NcclLibrary, AsksForSymmetricKernelsOnlyWhereTheyWaitForTheStream) {
-  const std::pair<int, int> expected[] = {
-      {22800, nccl::kWindowDefault},       {22809, nccl::kWindowDefault},
-      {23004, nccl::kWindowDefault},       {23006, nccl::kWindowDefault},
-      {23007, nccl::kWindowCollSymmetric}, {23100, nccl::kWindowCollSymmetric}};
-  for (const auto& [version, flags] : expected) {
+  const std::pair<int, const char*> expected[] = {{22707, "register"}, {22809, "register"},
+                                                  {22907, "register"}, {23006, "register"},
+                                                  {23007, "window"},   {23100, "window"}};
+  for (const auto& [version, how] : expected) {
     fake().version = version;
-    EXPECT_EQ(nccl::find_library({}).window_flags(), flags) << version;
+    EXPECT_STREQ(nccl::find_library({}).registration(), how) << version;
   }
 }
 

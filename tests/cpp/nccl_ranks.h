@@ -79,6 +79,7 @@ class NcclRanks : public ::testing::Test {
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
+    use_version(22809);
     // Failed communicators stay. Those whose peers have gone close later, in threads of their own.
     const int expected = live_before_ + left_behind_;
     for (int i = 0; i < 5000 && fake().live_communicators != expected; ++i) {
@@ -98,7 +99,14 @@ class NcclRanks : public ::testing::Test {
     Stream& stream;  // the calling thread
   };
 
+  void use_version(int version) {
+    fake().version = version;
+    api_.version = version;
+  }
+
   std::function<std::string(const std::string&)> ask_others_;  // NcclOptions::ask_others
+  int nodes_ = 1;
+  int driver_ = 13000;
 
   // Runs `body` on a thread per rank and returns the message of each.
   std::vector<std::string> run_ranks(int size, const std::function<void(Rank)>& body,
@@ -115,6 +123,8 @@ class NcclRanks : public ::testing::Test {
           const auto device = make_host_device(milliseconds(20000));
           NcclOptions options{r, size, timeout, register_buffers, gathers, reductions};
           options.ask_others = ask_others_;
+          options.nodes = nodes_;
+          options.driver = driver_;
           const auto [gather, reduce] = make_nccl_communicators(api_, *device, id, options);
           body({r, *device, *gather, *reduce, device->compute_stream()});
         });

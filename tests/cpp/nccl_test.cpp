@@ -110,22 +110,6 @@ TEST_F(NcclRanks, GiveALeastNumberOfThreadBlocksAMost) {
   EXPECT_EQ(fake().splits[1].max_ctas, nccl::kUndefined);
 }
 
-TEST_F(NcclRanks, RefuseAPolicyThatTheVersionLacksOrThatIsNotSafe) {
-  const auto message_with = [&](int version, int policy) {
-    api_.version = version;
-    nccl::LaneSettings gathers;
-    gathers.cta_policy = policy;
-    return run_ranks(1, [](Rank) {}, milliseconds(20000), true, gathers).front();
-  };
-  EXPECT_SAYS(message_with(22703, 1),
-              "FSDP_EXT_NCCL_GATHER has a cta_policy, which NCCL has from 2.28 on, but the process "
-              "uses NCCL 2.27.3. Upgrade NCCL, or leave cta_policy out.");
-  EXPECT_SAYS(message_with(22809, nccl::kZeroCtas),
-              "symmetric kernels of NCCL 2.28.9 may read a buffer before it is written");
-  EXPECT_EQ(message_with(22809, 1), kNothingThrown);
-  EXPECT_EQ(message_with(23007, nccl::kZeroCtas), kNothingThrown);
-}
-
 TEST_F(NcclRanks, SayThatSomeRankHasNotJoined) {
   fake().polls_in_progress = 1 << 30;
   const auto messages = run_ranks(1, [](Rank) {}, milliseconds(50));

@@ -99,6 +99,26 @@ def test_outputs_in_symmetric_windows_are_gathered(version: str) -> None:
     run_ranks(_gathers_in_windows, 2, False, device="cuda", variables=ON_ONE_HOST[version])
 
 
+def _in_a_symmetric_kernel() -> tuple[int, str]:
+    comm = _join()
+    memory = [nccl.allocate(NUMEL) for _ in range(2)]
+    windows = [_window(comm, one)[1] for one in memory]
+    assert None not in windows
+    result = nccl.all_gather(comm, memory[0], memory[1], 4)
+    return result, nccl.last_error()
+
+
+# These kernels would not wait for the work before them.
+def test_symmetric_kernels_are_refused_before_2_30_7() -> None:
+    found = run_ranks(_in_a_symmetric_kernel, 2, device="cuda", variables=ON_ONE_HOST["2.28.9"])
+    for result, error in found:
+        assert result == nccl.INVALID_USAGE
+        assert "all-gather of 4 elements" in error
+        assert "may start before the stream's earlier work has ended" in error
+    found = run_ranks(_in_a_symmetric_kernel, 2, device="cuda", variables=ON_ONE_HOST["2.30.7"])
+    assert [result for result, _ in found] == [nccl.SUCCESS] * 2
+
+
 def test_windows_at_different_offsets_are_noticed() -> None:
     where = r"has its output in byte 0 of the window at \d+, the other in byte 0 of the window"
     with pytest.raises(RanksFailed, match=where):

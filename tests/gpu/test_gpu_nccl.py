@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def _registration(enabled: str) -> tuple[list[float], int]:
     os.environ["FSDP_EXT_NCCL_REGISTER"] = enabled
     torch.manual_seed(0)
     model = _forward()
-    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0))
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, device)
     sums = [p.grad._local_tensor.sum().item() for p in model.parameters()]
     return sums, lanes.registered_buffers
 
@@ -137,6 +139,46 @@ def test_symmetric_windows_change_no_number() -> None:
         )
         assert [sums for sums, _ in without] == [sums for sums, _ in within]
         assert all(count > 0 for _, count in within)
+
+
+# Ranks of one host, with a device each.
+ON_ONE_HOST = {
+    "EMULATED_GPU_NCCL": "2.28.9",
+    "EMULATED_GPU_DEVICES": "2",
+    "NCCL_HOSTID": "one",
+}
+
+
+def _on_a_device_of_its_own(registered: str) -> tuple[list[float], int]:
+    torch.cuda.set_device(dist.get_rank())
+    assert nccl_library.version() == (2, 28, 9)
+    return _registration(registered)
+
+
+# The emulated NCCL refuses symmetric kernels of this version, so what runs in symmetric windows is
+# copied.
+@pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("policy", ["zero", "auto"])
+def test_copy_engines_of_one_node_change_no_number(policy: str) -> None:
+    run = partial(run_ranks, _on_a_device_of_its_own, 2, timeout=70.0, device="cuda")
+    without = run("0", variables=ON_ONE_HOST)
+    copying = ON_ONE_HOST | {"FSDP_EXT_NCCL_GATHER": f"cta_policy={policy}"}
+    copied = run("1", variables=copying)
+    assert [sums for sums, _ in without] == [sums for sums, _ in copied]
+    assert all(count > 0 for _, count in copied)
+
+
+def _refused() -> None:
+    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 cannot do so between the 2 nodes"):
+        _registration("1")
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
+@pytest.mark.timeout(90)
+def test_copy_engines_are_refused_between_nodes_before_nccl_2_30_7() -> None:
+    variables = {"EMULATED_GPU_NCCL": "2.28.9", "FSDP_EXT_NCCL_GATHER": "cta_policy=zero"}
+    run_ranks(_refused, 2, timeout=80.0, device="cuda", variables=variables)
 
 
 def _with_blocks() -> str:

@@ -14,6 +14,7 @@
 #include "comm/nccl/nccl_buffers.h"
 #include "comm/nccl/nccl_calls.h"
 #include "comm/nccl/nccl_join.h"
+#include "comm/nccl/nccl_paths.h"
 #include "comm/nccl/nccl_watchdog.h"
 
 namespace fsdp {
@@ -44,16 +45,18 @@ nccl::DataType data_type(DType dtype) {
 class NcclCommunicator final : public Communicator {
  public:
   // `lane` is 0 for gathers and 1 for reductions.
-  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options, int lane)
+  NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options,
+                   const LanePath& path, int lane)
       : Communicator(nccl_traits(), options.rank, options.size),
         api_(api),
         device_(device),
         comm_(comm),
         options_(options),
+        cuts_groups_(path.cuts_groups),
         name_(lane == 0 ? "gather" : "reduce"),
         watchdog_(api, device, comm, options, name_, lane),
         buffers_(
-            api, device, comm, watchdog_,
+            api, device, comm, watchdog_, path,
             [this](std::vector<std::uint64_t> mine, const std::string& what) {
               return exchange(std::move(mine), what);
             },
@@ -90,21 +93,17 @@ class NcclCommunicator final : public Communicator {
   }
 
   void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
-    check();
-    throw_on_error(api_.GroupStart(), "start a group");
-    nccl::Result added = nccl::kSuccess;
-    for (auto part = parts.begin(); part != parts.end() && added == nccl::kSuccess; ++part) {
-      added = watchdog_.finish(api_.AllGather(part->input, part->output, part->bytes, nccl::kInt8,
-                                              comm_, stream.native_handle()));
+    if (!cuts_groups_ || registered_memory() == nullptr) {
+      gather_in_a_group(stream, parts.begin(), parts.end());
+      return;
     }
-    if (added != nccl::kSuccess || watchdog_.has_failed()) {
-      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
-      throw_on_error(added, "add a collective to a group");
-      check();
+    auto part = parts.begin();
+    for (const std::size_t number : groups_in_buffers(
+             parts, size(), [this](const void* memory) { return buffers_.bytes_left(memory); })) {
+      const auto end = part + static_cast<std::ptrdiff_t>(number);
+      gather_in_a_group(stream, part, end);
+      part = end;
     }
-    const NcclWatchdog::BlockingCall blocking(watchdog_, what());
-    throw_on_error(api_.GroupEnd(), "launch a group");
-    watchdog_.watch_collective(stream, what(), Ends::WithAll);
   }
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
@@ -154,6 +153,26 @@ class NcclCommunicator final : public Communicator {
 
  private:
   using Ends = NcclWatchdog::Ends;
+
+  using Parts = std::vector<GatherPart>::const_iterator;
+
+  void gather_in_a_group(Stream& stream, Parts part, Parts end) {
+    check();
+    throw_on_error(api_.GroupStart(), "start a group");
+    nccl::Result added = nccl::kSuccess;
+    for (; part != end && added == nccl::kSuccess; ++part) {
+      added = watchdog_.finish(api_.AllGather(part->input, part->output, part->bytes, nccl::kInt8,
+                                              comm_, stream.native_handle()));
+    }
+    if (added != nccl::kSuccess || watchdog_.has_failed()) {
+      api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
+      throw_on_error(added, "add a collective to a group");
+      check();
+    }
+    const NcclWatchdog::BlockingCall blocking(watchdog_, what());
+    throw_on_error(api_.GroupEnd(), "launch a group");
+    watchdog_.watch_collective(stream, what(), Ends::WithAll);
+  }
 
   void throw_on_error(nccl::Result result, const char* attempt) {
     result = watchdog_.finish(result);
@@ -227,6 +246,7 @@ class NcclCommunicator final : public Communicator {
   Device& device_;
   Comm comm_;
   NcclOptions options_;
+  bool cuts_groups_;  // Note [groups in registered buffers]
   std::string name_;
   Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;
@@ -277,14 +297,16 @@ TransportTraits nccl_traits() {
 std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
     const Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options) {
   const std::shared_ptr<void> guard = device.make_current();
-  NcclJoined joined = join_nccl_ranks(api, id, options);
-  const auto make = [&](NcclCommGuard& comm, int lane) {
-    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, lane);
+  const LanePath gathers = path_of_lane(api, LaneUse::Gathers, options);
+  const LanePath reductions = path_of_lane(api, LaneUse::Reductions, options);
+  NcclJoined joined = join_nccl_ranks(api, id, options, gathers.settings, reductions.settings);
+  const auto make = [&](NcclCommGuard& comm, const LanePath& path, int lane) {
+    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, path, lane);
     comm.release();
     return made;
   };
-  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, 0);
-  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, 1);
+  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, gathers, 0);
+  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, reductions, 1);
   if (options.deadlocks != nullptr) {
     options.deadlocks->start([a = gather.get(), b = reduce.get(),
                               select = nccl::selector_of(device)](const std::string& account) {

@@ -23,6 +23,8 @@ struct NcclOptions {
   bool register_buffers = true;         // with NCCL, where NCCL can
   nccl::LaneSettings gather = {};
   nccl::LaneSettings reduce = {};
+  int nodes = 1;   // of the ranks, as NCCL tells nodes apart
+  int driver = 0;  // the newest CUDA version of this rank's driver: 12050 is 12.5
 
   // `deadlocks` looks at `lanes` for ranks that wait for each other in different lanes. Null: such
   // ranks time out.

@@ -97,20 +97,20 @@ const char* Api::registration() const {
   if (MemAlloc == nullptr || MemFree == nullptr) {
     return "none";
   }
-  if (version >= kFirstWithWindows && CommWindowRegister != nullptr &&
-      CommWindowDeregister != nullptr) {
+  if (has_windows() && has_safe_symmetric_kernels()) {
     return "window";
   }
   return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
 }
 
+bool Api::has_windows() const {
+  return version >= kFirstWithWindows && CommWindowRegister != nullptr &&
+         CommWindowDeregister != nullptr;
+}
+
 bool Api::has_safe_symmetric_kernels() const {
   constexpr int kFirstThatWaits = 23007;
   return version >= kFirstThatWaits;
-}
-
-int Api::window_flags() const {
-  return has_safe_symmetric_kernels() ? kWindowCollSymmetric : kWindowDefault;
 }
 
 std::string Api::describe(Comm comm, Result error) const {

@@ -36,7 +36,6 @@ enum DataType : int {  // ncclDataType_t
 
 constexpr int kSum = 0;                   // ncclRedOp_t
 constexpr int kUndefined = INT_MIN;       // NCCL_CONFIG_UNDEF_INT
-constexpr int kWindowDefault = 0;         // NCCL_WIN_DEFAULT
 constexpr int kWindowCollSymmetric = 1;   // NCCL_WIN_COLL_SYMMETRIC
 constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
 constexpr int kMostCtas = 64;             // NCCL lowers it to what a version has
@@ -48,8 +47,9 @@ constexpr int kWholeConfig = 22800;
 // nobody, and it needs address space that is never given back.
 constexpr int kFirstWithWindows = 22800;
 
-// NCCL_CTA_POLICY_ZERO: copy engines gather, and no thread block does.
-constexpr int kZeroCtas = 2;
+constexpr int kEfficiencyPolicy = 1;  // NCCL_CTA_POLICY_EFFICIENCY: few thread blocks
+constexpr int kZeroCtas = 2;          // NCCL_CTA_POLICY_ZERO: copy engines gather
+constexpr int kAutoPolicy = -1;  // not NCCL's: see Note [paths of lanes] in comm/nccl/nccl_paths.h
 
 // ncclConfig_t as of 2.28. NCCL reads `size` bytes, takes `version` as the caller's version, and
 // uses defaults for fields that the version lacks. So older versions get the fields of 2.18 alone.
@@ -82,7 +82,7 @@ struct LaneSettings {
   int min_ctas = kUndefined;  // thread blocks, which occupy a multiprocessor each
   int max_ctas = kUndefined;
   int cluster_size = kUndefined;  // thread blocks in a cluster
-  int cta_policy = kUndefined;    // NCCL_CTA_POLICY_*, from 2.28 on
+  int cta_policy = kUndefined;    // NCCL_CTA_POLICY_*, from 2.28 on, or kAutoPolicy
 };
 
 struct Api {
@@ -121,17 +121,12 @@ struct Api {
   Result (*CommWindowDeregister)(Comm, Window) = nullptr;
 
   std::string version_text() const;  // "2.28.9"
-  // How this library registers long-lived buffers: "register" (2.19), "window" (2.28) or "none".
+  // How buffers are registered unless settings say otherwise: "register" (from 2.19 on), "window"
+  // (symmetric, from 2.30.7 on) or "none".
   const char* registration() const;
-  // Whether windows may be symmetric, and their flags.
-  //
-  // Note [symmetric kernels]
-  // For symmetric windows, NCCL uses kernels that may start before the stream's work before them
-  // has ended ("programmatic stream serialization"). From 2.28.0 until 2.30.7 they do not wait for
-  // it, so a reduce-scatter could read its input before pack has written it. There a window is
-  // registered without the flag, and NCCL uses its other kernels.
+  bool has_windows() const;
+  // See Note [symmetric kernels] in comm/nccl/nccl_paths.h.
   bool has_safe_symmetric_kernels() const;
-  int window_flags() const;
   // NCCL's text for an error, with the details of the last one.
   std::string describe(Comm comm, Result error) const;
 };

@@ -26,11 +26,13 @@ const std::string kAdvice =
 }  // namespace
 
 NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
-                         NcclWatchdog& watchdog, Exchange exchange, Report report)
+                         NcclWatchdog& watchdog, const LanePath& path, Exchange exchange,
+                         Report report)
     : api_(api),
       device_(device),
       comm_(comm),
       watchdog_(watchdog),
+      path_(path),
       exchange_(std::move(exchange)),
       report_(std::move(report)) {}
 
@@ -43,7 +45,7 @@ std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
       " bytes, but all buffers must exist before it. Run a few whole steps before capturing one.");
   const std::shared_ptr<void> guard = device_.make_current();
   free_unused();
-  Buffer buffer = allocate_on_all_ranks(bytes);
+  Buffer buffer = allocate_on_all_ranks(bytes, use);
   std::shared_ptr<void> memory = hand_out(buffer, use);
   register_buffer(buffer);
   const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -52,7 +54,7 @@ std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
 }
 
 // Registering makes ranks wait for each other, so all of them do it, or none.
-NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes) {
+NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes, BufferUse use) {
   const auto free_memory = [this](void* memory) {
     report_(api_.MemFree(memory), "free a buffer of");
   };
@@ -60,7 +62,7 @@ NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes) {
   const std::uint64_t number = allocated_++;
   const bool is_allocated = memory != nullptr;
   if (all_agree(is_allocated, kAllocation)) {
-    return {memory.release(), bytes, number, nullptr, nullptr};
+    return {memory.release(), bytes, number, path_.is_symmetric(use), nullptr, nullptr};
   }
   throw Error(detail::concat(
       is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
@@ -73,7 +75,7 @@ NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes) {
 // See Note [order of windows].
 bool NcclBuffers::waits_for_all_ranks(BufferUse use) const {
   const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
-  return is_of_users || api_.window_flags() == nccl::kWindowCollSymmetric;
+  return is_of_users || path_.is_symmetric(use);
 }
 
 std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use) {
@@ -141,15 +143,16 @@ std::uint64_t NcclBuffers::most(std::uint64_t mine) {
   return *std::max_element(all.begin(), all.end());
 }
 
-bool NcclBuffers::holds(const void* memory) const {
+std::size_t NcclBuffers::bytes_left(const void* memory) const {
   const auto* address = static_cast<const char*>(memory);
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   const auto after = shared_->held.upper_bound(address);
   if (after == shared_->held.begin()) {
-    return false;
+    return 0;
   }
   const auto& [start, buffer] = *std::prev(after);
-  return buffer.is_registered() && address < start + buffer.bytes;
+  const auto offset = static_cast<std::size_t>(address - start);
+  return buffer.is_registered() && offset < buffer.bytes ? buffer.bytes - offset : 0;
 }
 
 void NcclBuffers::free_unused() {
@@ -249,7 +252,7 @@ void NcclBuffers::register_buffer(Buffer& buffer) {
 // still register buffers for the network.
 nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
   const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
-  if (api_.registration() == std::string("window")) {
+  if (buffer.is_symmetric) {
     const nccl::Result result = register_window(buffer);
     if (result != nccl::kSuccess || buffer.window != nullptr || api_.CommRegister == nullptr) {
       return result;
@@ -263,7 +266,7 @@ nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
 nccl::Result NcclBuffers::register_window(Buffer& buffer) {
   auto window = std::make_unique<nccl::Window>(nullptr);
   const nccl::Result result = watchdog_.finish(api_.CommWindowRegister(
-      comm_, buffer.memory, buffer.bytes, window.get(), api_.window_flags()));
+      comm_, buffer.memory, buffer.bytes, window.get(), nccl::kWindowCollSymmetric));
   if (result == nccl::kInProgress) {
     window.release();  // NCCL may still write to it
   } else if (result == nccl::kSuccess) {

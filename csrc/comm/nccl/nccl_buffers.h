@@ -10,7 +10,7 @@
 // in which they were made. Closing the communicator deregisters all other buffers, which NCCL then
 // no longer knows.
 //
-// Where no window is symmetric, order does not matter, so inputs and outputs are freed at once.
+// The order of other buffers does not matter, so inputs and outputs among them are freed at once.
 // Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
 // come from one thread at a time.
 #pragma once
@@ -27,6 +27,7 @@
 
 #include "comm/communicator.h"
 #include "comm/nccl/nccl_api.h"
+#include "comm/nccl/nccl_paths.h"
 #include "comm/nccl/nccl_watchdog.h"
 #include "device/stream.h"
 
@@ -43,7 +44,7 @@ class NcclBuffers final : public RegisteredMemory {
 
   // All of these outlive this object.
   NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm, NcclWatchdog& watchdog,
-              Exchange exchange, Report report);
+              const LanePath& path, Exchange exchange, Report report);
 
   NcclBuffers(const NcclBuffers&) = delete;
   NcclBuffers& operator=(const NcclBuffers&) = delete;
@@ -54,7 +55,9 @@ class NcclBuffers final : public RegisteredMemory {
   bool can_register() const override {
     return !cannot_register_ && api_.registration() != std::string("none");
   }
-  bool holds(const void* memory) const override;
+  bool holds(const void* memory) const override { return bytes_left(memory) > 0; }
+  // The number of registered bytes from an address on, in one buffer.
+  std::size_t bytes_left(const void* memory) const;
   int count() const override { return registered_; }
   void free_unused() override;
   std::uint64_t most(std::uint64_t mine) override;
@@ -66,6 +69,7 @@ class NcclBuffers final : public RegisteredMemory {
     void* memory = nullptr;
     std::size_t bytes = 0;
     std::uint64_t number = 0;  // in the order of all ranks
+    bool is_symmetric = false;
     nccl::Window window = nullptr;
     void* handle = nullptr;
 
@@ -82,7 +86,7 @@ class NcclBuffers final : public RegisteredMemory {
 
   // Whether all ranks pass true.
   bool all_agree(bool mine, const std::string& what);
-  Buffer allocate_on_all_ranks(std::size_t bytes);
+  Buffer allocate_on_all_ranks(std::size_t bytes, BufferUse use);
   std::vector<std::uint64_t> unused_on_all_ranks();
   std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
   bool waits_for_all_ranks(BufferUse use) const;
@@ -100,6 +104,7 @@ class NcclBuffers final : public RegisteredMemory {
   Device& device_;
   nccl::Comm comm_;
   NcclWatchdog& watchdog_;
+  const LanePath path_;
   Exchange exchange_;
   Report report_;
   std::atomic<int> registered_{0};

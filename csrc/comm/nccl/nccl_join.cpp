@@ -54,21 +54,6 @@ void wait_until_ready(const Api& api, Comm comm, nccl::Result result, const Nccl
   throw_failure(options, what, api.describe(comm, result));
 }
 
-// `variable` is where the settings come from: fsdp_ext/comm/nccl_settings.py.
-void check_settings(const Api& api, const nccl::LaneSettings& settings, const char* variable) {
-  if (settings.cta_policy == nccl::kUndefined) {
-    return;
-  }
-  FSDP_CHECK(api.version >= nccl::kWholeConfig, variable,
-             " has a cta_policy, which NCCL has from 2.28 on, but the process uses NCCL ",
-             api.version_text(), ". Upgrade NCCL, or leave cta_policy out.");
-  FSDP_CHECK(settings.cta_policy != nccl::kZeroCtas || api.has_safe_symmetric_kernels(), variable,
-             " has cta_policy=zero, which needs symmetric windows, but symmetric kernels of NCCL ",
-             api.version_text(),
-             " may read a buffer before it is written. Upgrade NCCL to 2.30.7 or newer, or choose "
-             "another policy.");
-}
-
 nccl::Config config_of(const nccl::LaneSettings& settings) {
   nccl::Config config;
   config.blocking = 1;
@@ -98,9 +83,9 @@ void split_off(const Api& api, Comm parent, const NcclOptions& options,
 
 }  // namespace
 
-NcclJoined join_nccl_ranks(const Api& api, const nccl::UniqueId& id, const NcclOptions& options) {
-  check_settings(api, options.gather, "FSDP_EXT_NCCL_GATHER");
-  check_settings(api, options.reduce, "FSDP_EXT_NCCL_REDUCE");
+NcclJoined join_nccl_ranks(const Api& api, const nccl::UniqueId& id, const NcclOptions& options,
+                           const nccl::LaneSettings& gather_settings,
+                           const nccl::LaneSettings& reduce_settings) {
   nccl::Config config;
   config.blocking = 0;
   Comm joined = nullptr;
@@ -109,9 +94,9 @@ NcclJoined join_nccl_ranks(const Api& api, const nccl::UniqueId& id, const NcclO
       api.CommInitRankConfig(&joined, options.size, id, options.rank, &config);
   NcclCommGuard parent(api, joined);
   wait_until_ready(api, parent.get(), result, options, "join");
-  split_off(api, parent.get(), options, options.gather, children[0]);
+  split_off(api, parent.get(), options, gather_settings, children[0]);
   NcclCommGuard gather(api, children[0]);
-  split_off(api, parent.get(), options, options.reduce, children[1]);
+  split_off(api, parent.get(), options, reduce_settings, children[1]);
   NcclCommGuard reduce(api, children[1]);
   wait_until_ready(api, parent.get(), api.CommFinalize(parent.get()), options,
                    "finalize the first communicator of");

@@ -43,8 +43,10 @@ struct NcclJoined {
   NcclCommGuard reduce;
 };
 
-// Joins all ranks on the current device. Throws as make_nccl_communicators does.
+// Joins all ranks on the current device. Throws as make_nccl_communicators does. The settings
+// replace those of `options`.
 NcclJoined join_nccl_ranks(const nccl::Api& api, const nccl::UniqueId& id,
-                           const NcclOptions& options);
+                           const NcclOptions& options, const nccl::LaneSettings& gather_settings,
+                           const nccl::LaneSettings& reduce_settings);
 
 }  // namespace fsdp

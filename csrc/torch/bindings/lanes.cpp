@@ -135,8 +135,7 @@ void register_nccl(py::module_& m) {
       "describe_nccl",
       [](const std::vector<std::string>& libraries) {
         const nccl::Api& api = nccl::load(libraries);
-        return py::make_tuple(api.version_text(), api.path, api.registration(),
-                              api.window_flags() == nccl::kWindowCollSymmetric);
+        return py::make_tuple(api.version_text(), api.path, api.registration());
       },
       py::arg("libraries"));
 }
@@ -189,7 +188,7 @@ void register_lanes(py::module_& m) {
           "nccl",
           [](const std::vector<std::string>& libraries, const std::string& unique_id, int rank,
              int size, int device, double timeout, double host_timeout, bool register_buffers,
-             const std::map<std::string, int>& gather_settings,
+             int nodes, const std::map<std::string, int>& gather_settings,
              const std::map<std::string, int>& reduce_settings, int pack_multiprocessors,
              c10::intrusive_ptr<c10d::Store> store, const std::vector<int>& ranks,
              const std::map<int, std::string>& processes) {
@@ -199,16 +198,18 @@ void register_lanes(py::module_& m) {
             FSDP_CHECK(unique_id.size() == sizeof(id), "The NCCL unique id has ", unique_id.size(),
                        " bytes, not ", sizeof(id), ". Pass the result of nccl_unique_id().");
             std::copy(unique_id.begin(), unique_id.end(), id.internal);
-            return make_nccl_lanes(nccl::load(libraries), device, id,
-                                   {rank, size, milliseconds(timeout), register_buffers,
-                                    lane_settings(gather_settings), lane_settings(reduce_settings)},
-                                   std::move(store), members_of(global_rank, ranks, processes),
-                                   pack_multiprocessors, milliseconds(host_timeout));
+            return make_nccl_lanes(
+                nccl::load(libraries), device, id,
+                {rank, size, milliseconds(timeout), register_buffers,
+                 lane_settings(gather_settings), lane_settings(reduce_settings), nodes},
+                std::move(store), members_of(global_rank, ranks, processes), pack_multiprocessors,
+                milliseconds(host_timeout));
           },
           py::kw_only(), py::arg("libraries"), py::arg("unique_id"), py::arg("rank"),
           py::arg("size"), py::arg("device"), py::arg("timeout"), py::arg("host_timeout"),
-          py::arg("register_buffers"), py::arg("gather_settings"), py::arg("reduce_settings"),
-          py::arg("pack_multiprocessors"), py::arg("store"), py::arg("ranks"), py::arg("processes"))
+          py::arg("register_buffers"), py::arg("nodes"), py::arg("gather_settings"),
+          py::arg("reduce_settings"), py::arg("pack_multiprocessors"), py::arg("store"),
+          py::arg("ranks"), py::arg("processes"))
       .def_static(
           "shared_memory",
           [](const SharedMemoryEndpoint& endpoint, const std::vector<py::bytes>& addresses,
@@ -302,7 +303,18 @@ void register_lanes(py::module_& m) {
             return py::bytes(all);
           },
           py::arg("mine"))
-      .def("input_buffer", &input_buffer, py::arg("bytes"));
+      .def(
+          "input_buffer",
+          [](Lanes& lanes, std::int64_t bytes, const std::string& lane) {
+            return lane_buffer(lanes, bytes, lane, BufferUse::Input);
+          },
+          py::arg("bytes"), py::arg("lane") = "gather")
+      .def(
+          "output_buffer",
+          [](Lanes& lanes, std::int64_t bytes, const std::string& lane) {
+            return lane_buffer(lanes, bytes, lane, BufferUse::Output);
+          },
+          py::arg("bytes"), py::arg("lane") = "gather");
   register_shared_memory(m);
   register_processes(m);
   register_nccl(m);

@@ -334,7 +334,7 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
 TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
   for (const int bucket_units : {1, 2}) {
     FakeNccl& nccl = fake();
-    nccl.windowed_gathers = nccl.windowed_reductions = nccl.plain_reductions = 0;
+    nccl.registered_gathers = nccl.registered_reductions = nccl.plain_reductions = 0;
     std::atomic<std::uint64_t> gathers{0};
     std::atomic<std::uint64_t> reductions{0};
     on_ranks({2, kDirectBytes, bucket_units}, [&](Rank& rank, int r) {
@@ -345,13 +345,48 @@ TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
       gathers += rank.pipeline->ledger().counters().all_gathers;
       reductions += rank.pipeline->ledger().counters().reduce_scatters;
     });
-    EXPECT_EQ(static_cast<std::uint64_t>(nccl.windowed_gathers), gathers);
-    EXPECT_EQ(static_cast<std::uint64_t>(nccl.windowed_reductions), reductions);
+    EXPECT_EQ(static_cast<std::uint64_t>(nccl.registered_gathers), gathers);
+    EXPECT_EQ(static_cast<std::uint64_t>(nccl.registered_reductions), reductions);
     EXPECT_EQ(nccl.plain_reductions, 0);
     EXPECT_EQ(nccl.overlapping_windows, 0);
     EXPECT_EQ(nccl.registered_buffers, 0);
     EXPECT_EQ(nccl.live_buffers, 0);
   }
+}
+
+// See Note [shards and gradients in windows]. Of these tensors two fit into a block, the third does
+// not, and the fourth is larger than a block.
+TEST(CudaWindows, SeveralTensorsShareABlockOfBoundedSize) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  on_ranks({2, kDirectBytes}, [&](Rank& rank, int) {
+    Lane& lane = rank.lanes->gather;
+    const int before = lane.registered_buffers();
+    std::vector<std::shared_ptr<void>> moved;
+    std::vector<Lane::Movable> tensors;
+    for (const std::size_t bytes : {300 * kMiB - 4, 200 * kMiB, 100 * kMiB, 600 * kMiB}) {
+      tensors.push_back({nullptr, bytes, [&moved](auto memory) { moved.push_back(memory); }});
+    }
+    lane.place_in_windows(tensors, BufferUse::Shard);
+    ASSERT_EQ(moved.size(), 4U);
+    EXPECT_EQ(lane.registered_buffers(), before + 3);
+    const auto address = [&moved](std::size_t i) { return static_cast<char*>(moved[i].get()); };
+    EXPECT_EQ(address(1) - address(0), static_cast<std::ptrdiff_t>(300 * kMiB));
+    for (std::size_t i = 0; i < 4; ++i) {
+      tensors[i].memory = address(i);
+      EXPECT_TRUE(lane.is_registered(address(i) + tensors[i].bytes - 1));
+    }
+    lane.place_in_windows(tensors, BufferUse::Shard);
+    EXPECT_EQ(moved.size(), 4U);  // all are in blocks already
+
+    const std::vector<Lane::Movable> third = {tensors[2]};
+    moved[0].reset();
+    lane.place_in_windows(third, BufferUse::Shard);
+    EXPECT_EQ(lane.registered_buffers(), before + 3);  // its block has another tensor
+    moved[1].reset();
+    moved[3].reset();
+    lane.place_in_windows(third, BufferUse::Shard);
+    EXPECT_EQ(lane.registered_buffers(), before + 1);
+  });
 }
 
 // Over sockets, for example. Reductions write the flat gradients as they do with windows.

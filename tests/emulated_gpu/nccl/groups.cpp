@@ -171,6 +171,21 @@ ncclResult_t check(Communicator& communicator, const Collective& what) {
   return check(communicator);
 }
 
+bool runs_on_copy_engines(const Communicator& communicator, const Collective& what) {
+  return communicator.config.cta_policy == NCCL_CTA_POLICY_ZERO &&
+         what.name == std::string("all-gather") && what.to.is_symmetric &&
+         (what.from.is_symmetric || library_version() >= kFirstThatCopiesPlainInputs);
+}
+
+// From 2.29 on, small collectives may be one if one of their buffers is in a symmetric window.
+bool may_be_symmetric_kernel(const Collective& what) {
+  const std::string name = what.name;
+  const bool has_kernels = name == "all-gather" || name == "reduce-scatter" || name == "all-reduce";
+  const bool takes_one = library_version() >= kFirstThatCopiesPlainInputs;
+  return has_kernels && (takes_one ? what.from.is_symmetric || what.to.is_symmetric
+                                   : what.from.is_symmetric && what.to.is_symmetric);
+}
+
 }  // namespace
 
 CommunicatorPtr communicator_of(ncclComm_t handle) {
@@ -229,8 +244,13 @@ ncclResult_t submit(Collective what, const void* from, const void* to, std::size
     }
     what.from = communicator->registrations.placement_of(from);
     what.to = communicator->registrations.placement_of(to);
-    const bool is_copied = communicator->config.cta_policy == NCCL_CTA_POLICY_ZERO &&
-                           what.from.is_symmetric && what.to.is_symmetric;
+    const bool is_copied = runs_on_copy_engines(*communicator, what);
+    if (!is_copied && may_be_symmetric_kernel(what) && library_version() < kFirstWithSafeKernels) {
+      return refuse(ncclInvalidUsage,
+                    what.text() +
+                        " is in symmetric windows, whose kernels may start before the "
+                        "stream's earlier work has ended in NCCL before 2.30.7");
+    }
     const int blocks = is_copied ? 0 : communicator->blocks_for(bytes);
     group.launches.push_back({communicator, [=] {
                                 communicator->enqueue_in_order(

@@ -10,6 +10,10 @@ namespace emulated_gpu {
 constexpr int kFirstThatSharesGpus = NCCL_VERSION(2, 30, 3);  // NCCL_MULTI_RANK_GPU_ENABLE
 // From here on a window between ranks that cannot read each other's memory is null.
 constexpr int kFirstWithNullWindows = NCCL_VERSION(2, 29, 0);
+// From here on copy engines gather from memory that is in no symmetric window.
+constexpr int kFirstThatCopiesPlainInputs = NCCL_VERSION(2, 29, 0);
+// From here on symmetric kernels wait for the work before them.
+constexpr int kFirstWithSafeKernels = NCCL_VERSION(2, 30, 7);
 
 // EMULATED_GPU_NCCL, as ncclGetVersion encodes it.
 int library_version();

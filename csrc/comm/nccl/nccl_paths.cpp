@@ -1,0 +1,105 @@
+#include "comm/nccl/nccl_paths.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "base/check.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int kFirstWithCopyEngines = 22809;
+constexpr int kFirstThatCopiesPlainInputs = 22900;
+constexpr int kOldestDriver = 12050;  // with which NCCL gathers by copy engines
+
+// Why copy engines cannot gather, or cannot be told apart from symmetric kernels: Note [copy
+// engines]. Empty if they can.
+std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options) {
+  if (api.has_safe_symmetric_kernels()) {
+    return "";
+  }
+  const std::string version = "NCCL " + api.version_text();
+  if (api.version < kFirstWithCopyEngines || !api.has_windows()) {
+    return detail::concat(version, " cannot gather by copy engines alone, which needs 2.28.9");
+  }
+  if (options.nodes > 1) {
+    return detail::concat(version, " cannot do so between the ", options.nodes,
+                          " nodes of these ranks");
+  }
+  if (options.driver < kOldestDriver) {
+    return detail::concat(version, " cannot do so with a driver older than CUDA 12.5");
+  }
+  return "";
+}
+
+void check_policy(const nccl::Api& api, const NcclOptions& options, int policy,
+                  const char* variable) {
+  FSDP_CHECK(policy == nccl::kAutoPolicy || api.version >= nccl::kWholeConfig, variable,
+             " has a cta_policy, which NCCL has from 2.28 on, but the process uses NCCL ",
+             api.version_text(), ". Upgrade NCCL, or leave cta_policy out.");
+  if (policy == nccl::kZeroCtas) {
+    const std::string obstacle = obstacle_to_copies(api, options);
+    FSDP_CHECK(obstacle.empty(), variable, " has cta_policy=zero, but ", obstacle,
+               ". Upgrade NCCL to 2.30.7 or newer, or choose another policy.");
+  }
+}
+
+// What "auto" stands for: the fewest thread blocks that are safe here.
+int chosen_policy(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
+  if (api.version < nccl::kWholeConfig || !options.register_buffers) {
+    return nccl::kUndefined;
+  }
+  const bool can_copy =
+      use == LaneUse::Gathers && options.nodes == 1 && obstacle_to_copies(api, options).empty();
+  return can_copy ? nccl::kZeroCtas : nccl::kEfficiencyPolicy;
+}
+
+}  // namespace
+
+LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
+  const bool gathers = use == LaneUse::Gathers;
+  LanePath path;
+  path.settings = gathers ? options.gather : options.reduce;
+  int& policy = path.settings.cta_policy;
+  if (policy != nccl::kUndefined) {
+    check_policy(api, options, policy, gathers ? "FSDP_EXT_NCCL_GATHER" : "FSDP_EXT_NCCL_REDUCE");
+  }
+  if (policy == nccl::kAutoPolicy) {
+    policy = chosen_policy(api, use, options);
+  }
+  const bool is_safe = api.has_windows() && api.has_safe_symmetric_kernels();
+  const bool copies = gathers && policy == nccl::kZeroCtas;
+  path.symmetric_outputs = is_safe || copies;
+  path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);
+  path.cuts_groups = policy == nccl::kEfficiencyPolicy && !path.symmetric_outputs;
+  return path;
+}
+
+std::vector<std::size_t> groups_in_buffers(
+    const std::vector<GatherPart>& parts, int ranks,
+    const std::function<std::size_t(const void*)>& bytes_left) {
+  constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+  const auto limit = [&](const void* buffer) {
+    const std::size_t left = bytes_left(buffer);
+    return left == 0 ? kNoLimit : left;  // nothing helps a buffer that is not registered
+  };
+  std::vector<std::size_t> groups;
+  std::size_t bytes = 0;        // of one rank, in the last group
+  std::size_t most = kNoLimit;  // that may be
+  for (const GatherPart& part : parts) {
+    const std::size_t left =
+        std::min(limit(part.input), limit(part.output) / static_cast<std::size_t>(ranks));
+    if (groups.empty() || bytes + part.bytes > std::min(most, left)) {
+      groups.push_back(0);
+      bytes = 0;
+      most = kNoLimit;
+    }
+    ++groups.back();
+    bytes += part.bytes;
+    most = std::min(most, left);
+  }
+  return groups;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,70 @@
+// Which of NCCL's algorithms a lane can use, and what its buffers and launches need for them.
+//
+// Note [paths of lanes]
+// NCCL chooses an algorithm by a communicator's settings and by what it knows of the buffers.
+// docs/design/cuda.md has a table of what each version does, with NCCL's sources.
+//
+// - Registered buffers (ncclCommRegister) let rings read and write them in place, and let the
+// policy
+//   "efficiency" use the switch (NVLS) with 4 to 6 thread blocks.
+// - Symmetric windows (ncclCommWindowRegister) let symmetric kernels and copy engines run. Windows
+//   without NCCL_WIN_COLL_SYMMETRIC do nothing for collectives that a registered buffer does not,
+//   and map the buffer on every peer, so they are not used.
+//
+// Note [symmetric kernels]
+// NCCL's symmetric kernels may start before the stream's work before them has ended ("programmatic
+// stream serialization"). From 2.28.0 until 2.30.7 they do not wait for it, so a reduce-scatter
+// could read its input before pack has written it. Before 2.30.7 buffers are therefore no windows,
+// with one exception.
+//
+// Note [copy engines]
+// With the policy "zero", copies and waits of the stream gather, which keep its order, and no
+// kernel runs. NCCL 2.28 chooses them if input and output are in symmetric windows, and symmetric
+// kernels under no other condition. NCCL 2.29 and newer need a window of the output alone, and may
+// run a symmetric kernel if only the input is in one. So on the gather lane of one node, from
+// 2.28.9 on, those buffers are windows, and no collective can be one of a symmetric kernel: sums
+// are on the other lane. Drivers before CUDA 12.5 make NCCL run kernels instead.
+//
+// Note [groups in registered buffers]
+// With the policy "efficiency", NCCL adds up the sizes of a group's collectives of similar size,
+// and looks whether that many bytes from the smallest one's buffer on are registered. If not, all
+// of them use a ring. So groups end where this sum would pass the end of a member's buffer,
+// whichever member NCCL looks at.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/nccl/nccl.h"
+#include "comm/nccl/nccl_api.h"
+
+namespace fsdp {
+
+enum class LaneUse : std::uint8_t { Gathers, Reductions };
+
+struct LanePath {
+  nccl::LaneSettings settings;  // without kAutoPolicy
+  bool symmetric_inputs = false;
+  bool symmetric_outputs = false;
+  bool cuts_groups = false;  // Note [groups in registered buffers]
+
+  // Whether such buffers are symmetric windows. Others are registered, if anything is.
+  bool is_symmetric(BufferUse use) const {
+    const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;
+    return is_input ? symmetric_inputs : symmetric_outputs;
+  }
+};
+
+// Throws Error if this version lacks a setting, or if a setting is not safe there.
+LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& options);
+
+// The number of parts in each group of a gather of `ranks` ranks. `bytes_left` returns the number
+// of registered bytes from an address on; 0 if it is not registered.
+std::vector<std::size_t> groups_in_buffers(
+    const std::vector<GatherPart>& parts, int ranks,
+    const std::function<std::size_t(const void*)>& bytes_left);
+
+}  // namespace fsdp

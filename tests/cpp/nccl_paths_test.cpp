@@ -1,0 +1,252 @@
+// csrc/comm/nccl/nccl_paths*: what each version of NCCL gets for each lane, and what it then runs.
+#include "comm/nccl/nccl_paths.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "nccl_ranks.h"
+
+namespace fsdp {
+namespace {
+
+using test::fake;
+using test::kNothingThrown;
+using test::NcclRanks;
+
+using std::chrono::milliseconds;
+
+using nccl::kAutoPolicy;
+using nccl::kEfficiencyPolicy;
+using nccl::kUndefined;
+using nccl::kZeroCtas;
+
+constexpr int kDriver = 13000;
+
+class NcclPaths : public NcclRanks {
+ protected:
+  LanePath path(int version, LaneUse use, int policy, int nodes = 1, int driver = kDriver) {
+    use_version(version);
+    NcclOptions options{/*rank=*/0, /*size=*/8};
+    (use == LaneUse::Gathers ? options.gather : options.reduce).cta_policy = policy;
+    options.nodes = nodes;
+    options.driver = driver;
+    return path_of_lane(api_, use, options);
+  }
+
+  std::string refusal(int version, int policy, int nodes = 1, int driver = kDriver) {
+    return test::message_of([&] { path(version, LaneUse::Gathers, policy, nodes, driver); });
+  }
+
+  // All ranks gather `bytes` bytes each `times` times in a group, within buffers that have
+  // `offsets`.
+  void gather_parts(const nccl::LaneSettings& settings,
+                    const std::vector<std::pair<std::size_t, std::size_t>>& offsets_and_bytes) {
+    run_ranks(
+        2,
+        [&](Rank rank) {
+          std::size_t whole = 0;
+          for (const auto& [offset, bytes] : offsets_and_bytes) {
+            whole = std::max(whole, offset + bytes);
+          }
+          const auto input = rank.gather.allocate(rank.device, whole, BufferUse::Shard);
+          const auto output = rank.gather.allocate(rank.device, 2 * whole, BufferUse::Output);
+          std::vector<GatherPart> parts;
+          for (const auto& [offset, bytes] : offsets_and_bytes) {
+            parts.push_back({static_cast<char*>(input.get()) + offset,
+                             static_cast<char*>(output.get()) + 2 * offset, bytes});
+          }
+          rank.gather.all_gather_parts(rank.stream, parts);
+        },
+        milliseconds(20000), true, settings);
+  }
+
+  static void forget_paths() {
+    fake().copied_gathers = fake().symmetric_kernels = 0;
+    fake().switch_gathers = fake().ring_gathers = 0;
+  }
+};
+
+// Version, number of nodes, policy that was asked for; then what the lane of gathers gets.
+TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
+  struct Expected {
+    int version, nodes, asked;
+    int policy;
+    bool symmetric_inputs, symmetric_outputs, cuts_groups;
+  };
+  const Expected table[] = {
+      // Without a setting NCCL chooses, and windows are made where their kernels are safe.
+      {22707, 1, kUndefined, kUndefined, false, false, false},
+      {22809, 1, kUndefined, kUndefined, false, false, false},
+      {23006, 4, kUndefined, kUndefined, false, false, false},
+      {23007, 1, kUndefined, kUndefined, true, true, false},
+      {23007, 4, kUndefined, kUndefined, true, true, false},
+      {22809, 1, kEfficiencyPolicy, kEfficiencyPolicy, false, false, true},
+      {23007, 1, kEfficiencyPolicy, kEfficiencyPolicy, true, true, false},
+      // Copy engines need windows: of both buffers in 2.28.
+      {22809, 1, kZeroCtas, kZeroCtas, true, true, false},
+      {22902, 1, kZeroCtas, kZeroCtas, false, true, false},
+      {23006, 1, kZeroCtas, kZeroCtas, false, true, false},
+      {23007, 1, kZeroCtas, kZeroCtas, true, true, false},
+      {23007, 4, kZeroCtas, kZeroCtas, true, true, false},
+      // "auto" takes copy engines where they are safe.
+      {22707, 1, kAutoPolicy, kUndefined, false, false, false},
+      {22807, 1, kAutoPolicy, kEfficiencyPolicy, false, false, true},
+      {22809, 1, kAutoPolicy, kZeroCtas, true, true, false},
+      {22809, 2, kAutoPolicy, kEfficiencyPolicy, false, false, true},
+      {23007, 1, kAutoPolicy, kZeroCtas, true, true, false},
+      {23007, 2, kAutoPolicy, kEfficiencyPolicy, true, true, false},
+  };
+  for (const Expected& row : table) {
+    const LanePath found = path(row.version, LaneUse::Gathers, row.asked, row.nodes);
+    const std::string what = std::to_string(row.version) + " on " + std::to_string(row.nodes) +
+                             " nodes, asked for " + std::to_string(row.asked);
+    EXPECT_EQ(found.settings.cta_policy, row.policy) << what;
+    for (const BufferUse use : {BufferUse::Input, BufferUse::Shard}) {
+      EXPECT_EQ(found.is_symmetric(use), row.symmetric_inputs) << what;
+    }
+    for (const BufferUse use : {BufferUse::Output, BufferUse::Gradient}) {
+      EXPECT_EQ(found.is_symmetric(use), row.symmetric_outputs) << what;
+    }
+    EXPECT_EQ(found.cuts_groups, row.cuts_groups) << what;
+  }
+}
+
+TEST_F(NcclPaths, OfReductionsHaveNoWindowsWhereSymmetricKernelsAreNotSafe) {
+  for (const int policy : {kUndefined, kEfficiencyPolicy, kAutoPolicy}) {
+    for (const int version : {22809, 22907, 23006, 23007}) {
+      const LanePath found = path(version, LaneUse::Reductions, policy);
+      EXPECT_EQ(found.symmetric_inputs, version == 23007) << version;
+      EXPECT_EQ(found.symmetric_outputs, version == 23007) << version;
+      EXPECT_EQ(found.settings.cta_policy, policy == kUndefined ? kUndefined : kEfficiencyPolicy);
+    }
+  }
+}
+
+TEST_F(NcclPaths, KeepTheOtherSettingsOfALane) {
+  use_version(22809);
+  NcclOptions options{/*rank=*/0, /*size=*/8};
+  options.gather.max_ctas = 8;
+  options.gather.cta_policy = kAutoPolicy;
+  const LanePath found = path_of_lane(api_, LaneUse::Gathers, options);
+  EXPECT_EQ(found.settings.max_ctas, 8);
+  EXPECT_EQ(found.settings.cta_policy, kEfficiencyPolicy);  // the driver is unknown
+  options.register_buffers = false;
+  EXPECT_EQ(path_of_lane(api_, LaneUse::Gathers, options).settings.cta_policy, kUndefined);
+}
+
+TEST_F(NcclPaths, AreRefusedIfTheVersionLacksThemOrIsNotSafe) {
+  EXPECT_SAYS(refusal(22703, kEfficiencyPolicy),
+              "FSDP_EXT_NCCL_GATHER has a cta_policy, which NCCL has from 2.28 on, but the process "
+              "uses NCCL 2.27.3. Upgrade NCCL, or leave cta_policy out.");
+  EXPECT_SAYS(refusal(22807, kZeroCtas),
+              "FSDP_EXT_NCCL_GATHER has cta_policy=zero, but NCCL 2.28.7 cannot gather by copy "
+              "engines alone, which needs 2.28.9. Upgrade NCCL to 2.30.7 or newer, or choose "
+              "another policy.");
+  EXPECT_SAYS(refusal(22809, kZeroCtas, /*nodes=*/2),
+              "NCCL 2.28.9 cannot do so between the 2 nodes of these ranks");
+  EXPECT_SAYS(refusal(23006, kZeroCtas, 1, /*driver=*/12040),
+              "NCCL 2.30.6 cannot do so with a driver older than CUDA 12.5");
+  EXPECT_EQ(refusal(22703, kAutoPolicy), kNothingThrown);
+}
+
+// Otherwise a kernel could start before the stream's earlier work has ended.
+TEST_F(NcclPaths, RunNoSymmetricKernelBefore2307) {
+  nccl::LaneSettings copies;
+  copies.cta_policy = kZeroCtas;
+  for (const auto& settings : {nccl::LaneSettings{}, copies}) {
+    for (const int version : {22809, 22907, 23004, 23007}) {
+      use_version(version);
+      forget_paths();
+      run_ranks(
+          2,
+          [&](Rank rank) {
+            const auto allocate = [&rank](Communicator& lane, BufferUse use) {
+              return lane.allocate(rank.device, 4096, use);
+            };
+            const auto shard = allocate(rank.gather, BufferUse::Shard);
+            const auto input = allocate(rank.gather, BufferUse::Input);
+            const auto slot = allocate(rank.gather, BufferUse::Output);
+            const auto made_in_step =
+                rank.gather.allocate_alone(rank.device, 64, BufferUse::Output);
+            rank.gather.all_gather(rank.stream, shard.get(), slot.get(), 1024);
+            rank.gather.all_gather(rank.stream, input.get(), slot.get(), 1024);
+            rank.gather.all_gather(rank.stream, input.get(), made_in_step.get(), 32);
+            const auto packed = allocate(rank.reduce, BufferUse::Input);
+            const auto gradient = allocate(rank.reduce, BufferUse::Gradient);
+            rank.reduce.reduce_scatter(rank.stream, packed.get(), gradient.get(), 512,
+                                       DType::Float32);
+          },
+          milliseconds(20000), true, settings);
+      const bool copies_here = settings.cta_policy == kZeroCtas;
+      EXPECT_EQ(fake().copied_gathers, copies_here ? 4 : 0) << version;
+      if (version < 23007) {
+        EXPECT_EQ(fake().symmetric_kernels, 0) << version;
+      } else {
+        EXPECT_GT(fake().symmetric_kernels, 0);
+      }
+      EXPECT_EQ(fake().misplaced_windows, 0);
+    }
+  }
+}
+
+// Each is the sum of a group, or one part that has its buffer to itself.
+TEST_F(NcclPaths, CutGroupsWhereTheirSumWouldPassTheEndOfABuffer) {
+  const char memory[100] = {};
+  const auto left = [&](const void* address) {
+    const auto offset = static_cast<const char*>(address) - memory;
+    return offset < 100 ? static_cast<std::size_t>(100 - offset) : 0;
+  };
+  const auto groups = [&](const std::vector<std::pair<std::size_t, std::size_t>>& parts) {
+    std::vector<GatherPart> all;
+    for (const auto& [offset, bytes] : parts) {
+      all.push_back({memory + offset, const_cast<char*>(memory), bytes});
+    }
+    return groups_in_buffers(all, 1, left);
+  };
+  using Sizes = std::vector<std::size_t>;
+  EXPECT_EQ(groups({{0, 50}, {50, 50}}), (Sizes{1, 1}));
+  EXPECT_EQ(groups({{0, 40}, {40, 20}, {60, 40}}), (Sizes{2, 1}));
+  EXPECT_EQ(groups({{0, 10}, {10, 10}, {20, 10}}), (Sizes{3}));
+  EXPECT_EQ(groups({{0, 100}}), (Sizes{1}));
+  EXPECT_EQ(groups({}), Sizes{});
+  // The outputs of two ranks are twice as large.
+  const std::vector<GatherPart> wide = {{memory, const_cast<char*>(memory), 30},
+                                        {memory, const_cast<char*>(memory), 30}};
+  EXPECT_EQ(groups_in_buffers(wide, 1, left), (Sizes{2}));
+  EXPECT_EQ(groups_in_buffers(wide, 2, left), (Sizes{1, 1}));
+}
+
+// A layer of a transformer, in sixteenths of its widest matrix, in a slot that it fills.
+TEST_F(NcclPaths, LetTheSwitchGatherAllPartsOfAGroup) {
+  constexpr std::size_t kUnit = 4096;
+  std::vector<std::pair<std::size_t, std::size_t>> parts;
+  std::size_t offset = 0;
+  for (const std::size_t size : {4U, 1U, 1U, 4U, 14U, 14U, 14U}) {
+    parts.emplace_back(offset * kUnit, size * kUnit);
+    offset += size;
+  }
+  nccl::LaneSettings few_blocks;
+  few_blocks.cta_policy = kEfficiencyPolicy;
+  forget_paths();
+  fake().drain_calls();
+  gather_parts(few_blocks, parts);
+  EXPECT_EQ(fake().ring_gathers, 0);
+  EXPECT_GE(fake().switch_gathers, 2 * 7);
+  auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "group of 5"), 2);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "group of 1"), 2 * 2);
+  // Other policies keep one launch.
+  gather_parts({}, parts);
+  calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "group of 7"), 2);
+}
+
+}  // namespace
+}  // namespace fsdp
