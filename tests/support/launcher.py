@@ -73,7 +73,8 @@ def run_ranks(
 ) -> list[T]:
     """Call `worker(*args)` on every rank of a new gloo group and return the results by rank.
 
-    On "cuda" the group has NCCL, too, all ranks share GPU 0, and processes are always fresh.
+    On "cuda" the group has NCCL, too, and processes are always fresh. All ranks share GPU 0, unless
+    the variables have rank_process.OWN_GPU.
 
     Args:
         worker: a function that pickle finds by name. It runs with the default process group set up

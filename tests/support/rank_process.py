@@ -31,6 +31,8 @@ from support.isolation import ProcessState
 GRACE_S = 15.0
 # fsdp_ext's watchdog names a collective that hangs on a GPU after this time, before the call ends.
 GPU_COLLECTIVE_S = 30.0
+# Variables with which each rank has a GPU of its own.
+OWN_GPU = {"FSDP_EXT_TEST_OWN_GPU": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +135,10 @@ def _set_up(place: Place) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = loopback if place.host is None else hosts.INTERFACE
     os.environ["FSDP_EXT_TEST_DEVICE"] = place.device
     if place.device == "cuda":
-        if place.world_size > 1:
+        has_own_gpu = OWN_GPU.items() <= place.variables.items()
+        if place.world_size > 1 and not has_own_gpu:
             log = f"{place.output}.nccl"
             version = nccl_library.version()
             os.environ |= shared_gpu.variables(place.rank, version, loopback, log)
             os.environ |= place.variables
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(place.rank if has_own_gpu else 0)
