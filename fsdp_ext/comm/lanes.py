@@ -36,8 +36,8 @@ from fsdp_ext.comm.transports import (
     timeout_of,
 )
 
-# A mesh of the host and a mesh of GPUs may have the same group.
-_Key = tuple[torch.device, Transport]
+# A mesh of the host and a mesh of GPUs may have the same group. Lanes between replicas are others.
+_Key = tuple[torch.device, Transport, bool]
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()
 )
@@ -49,6 +49,7 @@ def lanes_of(
     transport: Transport = None,
     *,
     at_once: int = 2,
+    between_replicas: bool = False,
 ) -> _C.Lanes:
     """Return the lanes of ``group``. The first call is collective: all ranks connect in it.
 
@@ -59,6 +60,7 @@ def lanes_of(
         device: this rank's device.
         transport: a name, a simulated transport, or None for the default.
         at_once: how many lanes may be in collectives at once; more than two with replicas.
+        between_replicas: whether the lanes sum gradients of replicas, and gather no parameters.
 
     Raises:
         RuntimeError: if the transport is not possible, or a rank does not come within the group's
@@ -66,14 +68,14 @@ def lanes_of(
     """
     _clear_at_exit()
     of_group = _lanes.setdefault(group, {})
-    key = (device, transport)
+    key = (device, transport, between_replicas)
     if key not in of_group:
         ranks = dist.get_process_group_ranks(group)
         if isinstance(transport, Simulated):
             lanes = _simulated_lanes(group, device, transport)
             ranks = list(range(transport.world_size))
         elif device.type == "cuda":
-            lanes = _nccl_lanes(group, device, at_once)
+            lanes = _nccl_lanes(group, device, at_once, between_replicas)
         else:
             lanes = _host_lanes(group, device, transport)
         record_flights(lanes, group, ranks)
@@ -363,13 +365,17 @@ def _simulated_lanes(
     )
 
 
-def _nccl_lanes(group: dist.ProcessGroup, device: torch.device, at_once: int) -> _C.Lanes:
+def _nccl_lanes(
+    group: dist.ProcessGroup, device: torch.device, at_once: int, between_replicas: bool
+) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
     Rank 0 makes the unique id and sends it through the group's store.
     """
     timeout = timeout_of(group, device)
     settings = nccl_settings()
+    if between_replicas:
+        settings = settings.between_replicas()
     libraries = nccl_libraries()
     order_launches(device, at_once, settings.most_min_ctas)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
@@ -431,7 +437,7 @@ def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOC
 
 def has_used_nccl(device: torch.device) -> bool:
     """Return whether fsdp_ext or a process group may have NCCL communicators already."""
-    if any(used.type == "cuda" for of_group in _lanes.values() for used, _ in of_group):
+    if any(used.type == "cuda" for of_group in _lanes.values() for used, *_ in of_group):
         return True
     return any(_may_use_nccl(group, device) for group in dist.distributed_c10d._world.pg_map)
 

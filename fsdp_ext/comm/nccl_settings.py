@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_ext.comm.rendezvous import machine
 
@@ -42,6 +42,14 @@ class NcclSettings:
     def most_min_ctas(self) -> int:
         """The largest ``min_ctas`` of the two lanes; 0 if none is set."""
         return max(lane.get("min_ctas", 0) for lane in (self.gather, self.reduce))
+
+    def between_replicas(self) -> NcclSettings:
+        """Return the settings of lanes that sum gradients of replicas.
+
+        NCCL has policies for gathers and reduce-scatters alone, and may not have one between nodes.
+        """
+        gather = {name: value for name, value in self.gather.items() if name != "cta_policy"}
+        return replace(self, gather=gather)
 
     def __str__(self) -> str:
         """Return the settings as text, which is the same on ranks that agree."""

@@ -81,6 +81,12 @@ def test_the_policy_may_be_left_to_the_version(monkeypatch: pytest.MonkeyPatch) 
     assert "FSDP_EXT_NCCL_GATHER=cta_policy=auto" in str(nccl_settings())
 
 
+def test_lanes_between_replicas_gather_nothing_by_copy_engines() -> None:
+    settings = NcclSettings(gather={"cta_policy": 2, "max_ctas": 4}, reduce={"max_ctas": 8})
+    expected = NcclSettings(gather={"max_ctas": 4}, reduce={"max_ctas": 8})
+    assert settings.between_replicas() == expected
+
+
 def test_a_host_is_what_nccl_takes_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     mine = nccl_host()

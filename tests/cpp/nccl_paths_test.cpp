@@ -214,6 +214,7 @@ TEST_F(NcclPaths, CutGroupsWhereTheirSumWouldPassTheEndOfABuffer) {
   EXPECT_EQ(groups({{0, 50}, {50, 50}}), (Sizes{1, 1}));
   EXPECT_EQ(groups({{0, 40}, {40, 20}, {60, 40}}), (Sizes{2, 1}));
   EXPECT_EQ(groups({{0, 10}, {10, 10}, {20, 10}}), (Sizes{3}));
+  EXPECT_EQ(groups({{60, 20}, {0, 30}}), (Sizes{1, 1}));  // whichever is first
   EXPECT_EQ(groups({{0, 100}}), (Sizes{1}));
   EXPECT_EQ(groups({}), Sizes{});
   // The outputs of two ranks are twice as large.

@@ -14,6 +14,7 @@ from support import nccl_library
 from support.devices import IS_EMULATED
 from support.launcher import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ext import _C, fully_shard
 from fsdp_ext.comm.lanes import LAUNCH_ORDER, lanes_of, nccl_libraries
@@ -167,6 +168,28 @@ def test_copy_engines_of_one_node_change_no_number(policy: str) -> None:
     copied = run("1", variables=copying)
     assert [sums for sums, _ in without] == [sums for sums, _ in copied]
     assert all(count > 0 for _, count in copied)
+
+
+def _of_two_nodes() -> list[float]:
+    rank = dist.get_rank()
+    os.environ["NCCL_HOSTID"] = f"node{rank // 2}"
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    fully_shard(model, mesh=mesh)
+    x = torch.full((2, 64), float(rank), device="cuda")
+    model(x).sum().backward()
+    return [p.grad._local_tensor.sum().item() for p in model.parameters()]
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
+@pytest.mark.timeout(150)
+def test_copy_engines_gather_within_each_of_two_nodes_with_replicas() -> None:
+    variables = ON_ONE_HOST | {"EMULATED_GPU_DEVICES": "4"}
+    copying = variables | {"FSDP_EXT_NCCL_GATHER": "cta_policy=zero"}
+    run = partial(run_ranks, _of_two_nodes, 4, timeout=70.0, device="cuda")
+    assert run(variables=variables) == run(variables=copying)
 
 
 def _refused() -> None:

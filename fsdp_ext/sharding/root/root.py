@@ -89,7 +89,9 @@ class Root(UnitTree):
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
-            self.replicas = lanes_of(replicas, first.device, between, at_once=at_once)
+            self.replicas = lanes_of(
+                replicas, first.device, between, at_once=at_once, between_replicas=True
+            )
         names = (self.lanes.transport, (self.replicas or self.lanes).transport)
         self.link = link_of_buckets(
             names, first.settings.transport, first.world_size, first.replicas
