@@ -22,7 +22,7 @@ PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 PLANTED_ARGS ?=
 FAULTS_ARGS ?=
-PART ?= first
+PART ?= all
 WHEELS_ARGS ?=
 CUDA_VENV ?= .venv-cuda
 PEERS_VENV ?= .venv-peers
@@ -300,8 +300,8 @@ planted-races: emulated-gpu  ## plant faults of ordering in a copy; tests over a
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
-gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=first, build, parity, bench, more
-	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(GPU_CHECK_ARGS)
+gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=all, first, build, parity, bench, more; AFTER=results of earlier calls
+	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(AFTER:%=--after %) $(GPU_CHECK_ARGS)
 
 # Wheels for users without a compiler: WHEELS_ARGS="--python 3.12 --torch 2.11 --kind cu130".
 .PHONY: wheels

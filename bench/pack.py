@@ -5,8 +5,8 @@ as many bytes in the same run; 1.00 is as fast. "of torch" is PyTorch's time div
 the operators that FSDP2 uses: _chunk_cat, split_with_sizes_copy and _foreach_copy_. "#wrong" counts
 elements that differ from PyTorch's result. All calls take turns, on several operands if a single
 one would stay in a cache. The table has medians and quartiles. --quick divides the sizes of a block
-by 16. On a GPU one row packs on a quarter of the multiprocessors, a limit that training gets from
-FSDP_EXT_PACK_MULTIPROCESSORS. The row shows how much slower packing is then.
+by 16. On a GPU some rows pack on a part of the multiprocessors, a limit that training gets from
+FSDP_EXT_PACK_MULTIPROCESSORS. They show how many saturate the memory.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     + [(8192,)] * 2,
 }
 WORLD_SIZES = (8, 64)
+SHARES = (8, 4, 3, 2)  # a row packs on one of so many parts of a GPU's multiprocessors
 
 
 @dataclass
@@ -166,9 +167,11 @@ def cast_operation(
     return Operation(name, ours, with_torch, "_foreach_copy_", moved, count_wrong)
 
 
-def pack_on_few(shapes: list[tuple[int, ...]], world_size: int, device: torch.device) -> Operation:
-    """Pack on a quarter of a GPU's multiprocessors."""
-    few = torch.cuda.get_device_properties(device).multi_processor_count // 4
+def pack_on_few(
+    shapes: list[tuple[int, ...]], world_size: int, device: torch.device, share: int
+) -> Operation:
+    """Pack on one of ``share`` equal parts of a GPU's multiprocessors."""
+    few = max(1, torch.cuda.get_device_properties(device).multi_processor_count // share)
     packer = _C.Packer(gpu=0, multiprocessors=few)
     operation = pack_operation(packer, shapes, world_size, torch.bfloat16, torch.float32, device)
     operation.name += f", on {few} multiprocessors"
@@ -194,7 +197,7 @@ def operations(
         partial(cast_operation, packer, shapes, 1, fp32, bf16, device),
     ]
     if device.type == "cuda":
-        makers.append(partial(pack_on_few, shapes, world_size, device))
+        makers += [partial(pack_on_few, shapes, world_size, device, share) for share in SHARES]
     return makers
 
 

@@ -1,29 +1,34 @@
-"""Build, test and measure on a machine with one GPU, in parts of less than nine minutes.
+"""Build, test and measure on a machine with one GPU, in calls of less than nine minutes.
 
-    python tools/gpu_check.py [--part first|build|parity|bench|more] [--out DIR] [--only STEP ...]
+    python tools/gpu_check.py [--part all|first|build|parity|bench|more] [--after RESULTS ...]
+                              [--out DIR] [--only STEP ...]
 
-first   what says the most in ten minutes: each kernel once and one model, two ranks beside
-        PyTorch's FSDP, packing beside a plain copy, and a step beside FSDP2
+all     all steps, in the order of the parts below, as far as the time goes. A second call gets the
+        results of the first with --after, and runs what has not begun
+first   what says the most in ten minutes: each kernel once, two models with one rank, packing
+        beside a plain copy on several numbers of multiprocessors, a step beside FSDP2, a trace of a
+        step over 8 simulated ranks, and two ranks beside PyTorch's FSDP
 build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
 parity  trains with other numbers of ranks that share the card, delays streams, and runs sanitizers
 bench   measures the rest
 more    trains the cases of other tests, and runs what they compare
 
-No step is in two parts, but for the build and the trial of two ranks.
+No step is in two parts, but for the build and the trials of the machine.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
-$CUDA_HOME/bin or /usr/local/cuda/bin. Every part begins with the build, since each may run on a new
+$CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
 machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in dist/. Each step has
-a time limit, the limits of a part add up to less than nine minutes, and no step begins that cannot
-end in time. Time that earlier steps leave goes to the steps that may need it. After every step the
-results so far are written to <out>/<device>-<part>-<date>.json, and all output to a .log file
-beside it. The folder is $OUT if it is set. A table comes last. On the emulated GPU
-(tests/emulated_gpu), the folder is build/emulated_gpu_check, because its results are no device's.
-It is slow: use --quick, which measures little, and --patience, which multiplies all limits.
+a time limit. The limits of a part add up to less than nine minutes (those of the first with a
+wheel), and no step begins that cannot end in time. Time that earlier steps leave goes to the steps
+that may need it. After every step the results so far are written to
+<out>/<device>-<part>-<date>.json, and all output to a .log file beside it. The folder is $OUT if it
+is set. A table comes last. On the emulated GPU (tests/emulated_gpu), the folder is
+build/emulated_gpu_check, because its results are no device's. It is slow: use --quick, which
+measures little, and --patience, which multiplies all limits.
 
 Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
 and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
-3 if only the machine failed, and otherwise 0.
+3 if only the machine failed, 4 if only time was missing for some steps, and otherwise 0.
 """
 
 from __future__ import annotations
@@ -54,6 +59,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
 PARTS = ("first", "build", "parity", "bench", "more")
+ALL = "all"
+NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
 PARITY = "tests/gpu/test_gpu_parity.py"
@@ -68,8 +75,11 @@ MORE_WORKERS = [f"tests/gpu/test_gpu_{name}.py" for name in ("more_workers", "tr
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
 EXIT_OF_MACHINE = 3
+EXIT_OF_REST = 4
 # Seconds between asking a late step to end, so that it reports its results, and killing it.
 GRACE_S = 20
+# A step that is left a smaller share of its limit does not begin.
+LEAST_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Step:
     limit: int
     environment: dict[str, str]
     json: bool = False  # whether it is a benchmark, which writes its rows with --json
+    quick: bool = False  # whether it has --quick, as benchmarks have
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
     needs: str = ""  # the step of the machine that has to have worked
@@ -89,25 +100,43 @@ class Step:
 
 
 def steps(capability: str, part: str) -> list[Step]:
-    """Return the steps of a part, in order."""
+    """Return the steps of a part or of all, in order."""
     planned = {
         "first": first_part,
         "build": build_part,
         "parity": parity_part,
         "bench": bench_part,
         "more": more_part,
-    }[part]
-    return [build_step(capability), *planned()]
+    }
+    parts = PARTS if part == ALL else (part,)
+    found = {"build": build_step(capability)}
+    for step in (step for one in parts for step in planned[one]()):
+        found.setdefault(step.name, step)
+    return list(found.values())
+
+
+def left_after(planned: list[Step], earlier: list[Path]) -> list[Step]:
+    """Return the steps that have not begun by these results. Each call needs the build."""
+    begun = {
+        name
+        for path in earlier
+        for name, result in json.loads(path.read_text(encoding="utf-8"))["steps"].items()
+        if not result["outcome"].startswith(NOT_RUN) or result.get("left_out")
+    }
+    return [step for step in planned if step.name == "build" or step.name not in begun]
 
 
 def first_part() -> list[Step]:
     """Return the steps that say the most about a machine of which nothing is known."""
     return [
-        Step("smoke", [*PYTEST, SMOKE], 40, {}),
-        of_machine("two ranks", 40, "--ranks", "2"),
-        train("parity of two ranks", PARITY, 110, "-k", TWO_RANKS, takes_spare=True),
+        of_machine("environment", 30),  # first, so that a failure of the machine is seen as one
+        Step("each kernel", [*PYTEST, SMOKE, "-k", "not models"], 40, {}),
+        train("two models", SMOKE, 80, "-k", "models"),
         bench("pack", 50),
         bench("step", 90),
+        Step("trace", [sys.executable, "tools/gpu_trace.py"], 40, {}, quick=True),
+        of_machine("two ranks", 40, "--ranks", "2"),
+        train("parity of two ranks", PARITY, 110, "-k", TWO_RANKS, takes_spare=True),
     ]
 
 
@@ -123,9 +152,7 @@ def build_part() -> list[Step]:
     at_once = ["-n", "4"] if has_xdist else []
     note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
     return [
-        of_machine(
-            "environment", 30
-        ),  # before ours, so that a failure of the machine is seen as one
+        of_machine("environment", 30),
         of_machine("two ranks", 40, "--ranks", "2"),
         Step("describe", [sys.executable, "-m", "fsdp_ext"], 20, {}),
         Step("kernels", [*PYTEST, *kernels], 70, {}),
@@ -386,7 +413,8 @@ def write(path: Path, document: dict[str, Any]) -> None:
 def main() -> int:
     """Run the steps and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, default=PARTS[0])
+    parser.add_argument("--part", choices=(ALL, *PARTS), default=ALL)
+    parser.add_argument("--after", nargs="+", action="extend", type=Path, default=[])
     parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for the part")
@@ -402,7 +430,7 @@ def main() -> int:
     machine = describe_machine()
     planned = [
         changed(step, args.patience, quick=args.quick)
-        for step in steps(machine["capability"], args.part)
+        for step in left_after(steps(machine["capability"], args.part), args.after)
     ]
     unknown = set(args.only or ()) - {step.name for step in planned}
     if unknown:
@@ -410,6 +438,7 @@ def main() -> int:
     name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     out = args.out or default_folder(machine["device"])
     out.mkdir(parents=True, exist_ok=True)
+    os.environ["OUT"] = str(out)  # for steps that write files of their own
     path = out / f"{name}-{args.part}-{machine['date']}.json"
     document: dict[str, Any] = {
         "benchmark": "gpu-check",
@@ -443,7 +472,8 @@ def main() -> int:
 
 def changed(step: Step, patience: int, *, quick: bool) -> Step:
     """Return the step with another limit, and a benchmark with --quick if that is asked for."""
-    more = ["--quick"] if quick and step.json and "--quick" not in step.command else []
+    has_quick = step.json or step.quick
+    more = ["--quick"] if quick and has_quick and "--quick" not in step.command else []
     return dataclasses.replace(step, limit=step.limit * patience, command=[*step.command, *more])
 
 
@@ -466,15 +496,15 @@ def why_not(
 ) -> dict[str, Any] | None:
     """Return the result of a step that cannot be run, or None if it can."""
     if step.not_emulated and is_emulated(device):
-        outcome = f"not run on the emulated GPU: {step.not_emulated}"
+        outcome = f"{NOT_RUN} on the emulated GPU: {step.not_emulated}"
         return {"outcome": outcome, "seconds": 0.0, "left_out": True}
     if results.get(step.needs, {}).get("machine_failed"):
         found = results[step.needs]
         reason = found.get("summary") or found["outcome"]
-        outcome = f"not run: {step.needs} does not work on this machine: {reason}"
+        outcome = f"{NOT_RUN}: {step.needs} does not work on this machine: {reason}"
         return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
-    if limit < min(step.limit, 20):
-        return {"outcome": "not run: no time was left", "seconds": 0.0}
+    if limit < LEAST_SHARE * step.limit:
+        return {"outcome": f"{NOT_RUN}: no time was left", "seconds": 0.0, "waits": True}
     return None
 
 
@@ -495,9 +525,12 @@ def show(results: dict[str, Any]) -> int:
     of_machine = [name for name, result in bad.items() if result.get("machine_failed")]
     if of_machine:
         print(f"failures of this machine, not of fsdp_ext: {', '.join(of_machine)}")
-    if ours := [name for name in bad if name not in of_machine]:
+    waiting = [name for name, result in bad.items() if result.get("waits")]
+    if waiting:
+        print(f"for another call, with --after these results: {', '.join(waiting)}")
+    if ours := [name for name in bad if name not in {*of_machine, *waiting}]:
         print(f"failed: {', '.join(ours)}")
-    return 1 if ours else EXIT_OF_MACHINE if of_machine else 0
+    return 1 if ours else EXIT_OF_MACHINE if of_machine else EXIT_OF_REST if waiting else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each kernel runs once, and one model trains on one rank: what is first to know of a new GPU."""
+"""Each kernel runs once, and two models train on one rank: what is first to know of a new GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import test_gpu_simulated
 import torch
 from support.gpu_cases import DIRECT, train_cases
 from support.launcher import run_ranks
-from support.models import Transformer
+from support.models import Stack, Transformer
 from support.packing import FLOATS, RandomCast, RandomPack, same_bits, scaled
 from support.parity import Case, adamw
 
@@ -76,6 +76,10 @@ def test_simulated_collectives_move_bytes() -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_model_trains_on_one_rank(tmp_path: Path) -> None:
-    case = Case("a transformer", Transformer, optimizer=adamw, steps=2)
-    train_cases([case], 1, DIRECT, tmp_path, timeout=60.0)
+def test_two_models_train_on_one_rank(tmp_path: Path) -> None:
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    cases = [
+        Case("a transformer", Transformer, optimizer=adamw, steps=2),
+        Case("layers in bf16", Stack, precision=half, steps=2),
+    ]
+    train_cases(cases, 1, DIRECT, tmp_path, timeout=60.0)

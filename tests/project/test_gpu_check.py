@@ -28,7 +28,10 @@ def _check(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[Any], *options: str
 ) -> tuple[int, dict[str, Any]]:
     monkeypatch.setattr(tool, "steps", lambda capability, part: steps)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out), *options])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check.py", "--part", "first", "--out", str(out), *options]
+    )
+    monkeypatch.setenv("OUT", "")  # main() sets it
     code: int = tool.main()
     document = json.loads((out / "some-gpu-1-first-d.json").read_text())
     return code, document["steps"]
@@ -83,8 +86,45 @@ def test_nothing_begins_that_cannot_end_in_time(
 ) -> None:
     step = gpu_check.Step("late", [sys.executable, "-c", "raise SystemExit(1)"], 60, {})
     code, results = _check(gpu_check, monkeypatch, tmp_path, [step], "--minutes", "0.1")
-    assert code == 1
+    assert code == gpu_check.EXIT_OF_REST
     assert results["late"]["outcome"] == "not run: no time was left"
+
+
+def test_a_second_call_runs_what_has_not_begun(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    def step(name: str, code: str = "print('1 passed')", limit: int = 60) -> Any:
+        return gpu_check.Step(name, [sys.executable, "-c", code], limit, {})
+
+    steps = [step("build"), step("fails", "raise SystemExit(1)"), step("long", limit=600)]
+    first, second = tmp_path / "first", tmp_path / "second"
+    _, results = _check(gpu_check, monkeypatch, first, steps, "--minutes", "2")
+    assert [result["outcome"] for result in results.values()] == [
+        "ok",
+        "failed with exit code 1",
+        "not run: no time was left",
+    ]
+    assert "for another call, with --after these results: long" in capsys.readouterr().out
+    earlier = ["--after", str(first / "some-gpu-1-first-d.json"), "--minutes", "11"]
+    code, results = _check(gpu_check, monkeypatch, second, steps, *earlier)
+    assert code == 0
+    assert list(results) == ["build", "long"]
+
+
+def test_one_call_after_another_runs_every_step_by_what_it_says(gpu_check: ModuleType) -> None:
+    steps = gpu_check.steps("9.0", gpu_check.ALL)
+    names = [step.name for step in steps]
+    assert names[:7] == [
+        "build",
+        "environment",
+        "each kernel",
+        "two models",
+        "pack",
+        "step",
+        "trace",
+    ]
+    assert len(set(names)) == len(names)
+    assert set(names) == {s.name for part in NAMES for s in gpu_check.steps("9.0", part)}
 
 
 NAMES = ("first", "build", "parity", "bench", "more")
@@ -95,7 +135,8 @@ PARTS = pytest.mark.parametrize("part", NAMES)
 def test_the_limits_of_a_part_add_up_to_less_than_nine_minutes(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    monkeypatch.setattr(gpu_check, "find_wheel", lambda: None)
+    wheel = Path("some.whl") if part == "first" else None
+    monkeypatch.setattr(gpu_check, "find_wheel", lambda: wheel)
     steps = gpu_check.steps("9.0", part)
     assert steps[0].name == "build"
     assert sum(step.limit for step in steps) + gpu_check.GRACE_S <= 9 * 60
@@ -117,7 +158,7 @@ def test_no_step_is_in_two_parts(gpu_check: ModuleType) -> None:
         tuple(step.command)
         for part in NAMES
         for step in gpu_check.steps("9.0", part)
-        if step.name not in {"build", "two ranks"}
+        if step.name not in {"build", "environment", "two ranks"}
     ]
     assert len(set(commands)) == len(commands)
 
@@ -133,6 +174,7 @@ def test_every_file_of_gpu_tests_is_in_one_step(gpu_check: ModuleType) -> None:
                 named += files
     # Each model trains with two ranks in one part, and with other numbers in another.
     named.remove(gpu_check.PARITY)
+    named.remove(gpu_check.SMOKE)  # its kernels are a step, and its models are another
     assert len(set(named)) == len(named)
     assert set(named) == ignored
 
