@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from project.test_bench import run_bench
 from support.launcher import run_ranks
+from support.tools import TOOLS, load_tool
 
-from bench import host_overhead
+from bench import collectives, host_overhead
 from bench.harness.runner import Row
 from bench.models.overlap_rows import link_for, row_of
 from bench.models.overlap_systems import FSDP2, OURS, Case, Shape
@@ -76,3 +78,27 @@ def test_the_simulated_wire_of_a_step_is_measured() -> None:
     assert ours["simulated_wire_us"] > 0
     assert ours["simulated_hidden"] <= 1
     assert "cpu only" in peer["error"]
+
+
+@pytest.mark.timeout(240)
+def test_collectives_of_lanes_with_settings_have_no_wrong_element(tmp_path: Path) -> None:
+    _, rows = run_bench("collectives", tmp_path / "collectives.json", device="cuda")
+    measured = [row for row in rows if "error" not in row]
+    assert {"ours (nccl)", *(f"ours (nccl, {settings})" for settings in collectives.SETTINGS)} <= {
+        row["system"] for row in measured
+    }
+    assert not any(row["wrong"] for row in measured)
+
+
+def _write_a_trace(out: str) -> None:
+    dist.destroy_process_group()
+    load_tool(TOOLS / "gpu_trace.py").trace(DEVICE, Path(out), quick=True)
+    # The launcher destroys the simulated ranks' group.
+
+
+@pytest.mark.timeout(120)
+def test_a_step_over_simulated_ranks_is_traced(tmp_path: Path) -> None:
+    run_ranks(_write_a_trace, 1, str(tmp_path), timeout=100.0, device="cuda")
+    events = json.loads((tmp_path / "step-trace.json").read_text())["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    assert any("gather" in name for name in names), sorted(names)[:20]
