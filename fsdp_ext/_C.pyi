@@ -332,13 +332,13 @@ class MemoryPlan(TypedDict):
     buckets: list[PlannedBucket]
     ring_slots: int
     ring_slot_bytes: int
+    ring_bytes: int
     staging_bytes: int
     reduce_input_bytes: int
     packs_ahead: bool
     reduce_output_bytes: int
     kept_bytes: int
     gather_input_bytes: int
-    keeps_gather_inputs: bool
     group_shard_bytes: int
     gradients_in_flight_bytes: int
     message_staging_bytes: int
@@ -350,6 +350,7 @@ def plan_memory(
     on_gpu: bool,
     nesting: int,
     prefetch_depth: int,
+    has_prefetch_lists: bool,
     most_kept_inputs: int,
     replicas: int,
     replica_transport: str,

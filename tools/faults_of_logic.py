@@ -311,8 +311,8 @@ FAULTS = (
     Fault(
         "the newest slot is taken first",
         f"{CORE}/memory/buffer_ring.cpp",
-        "slot->released_at < oldest->released_at",
-        "slot->released_at > oldest->released_at",
+        "released < best_released",
+        "released > best_released",
         cpp=CPP,
         python=("prefetch_api",),
     ),

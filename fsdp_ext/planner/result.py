@@ -82,7 +82,7 @@ class Plan:
             OSError: if ``path`` cannot be written.
         """
         document = asdict(self)
-        document["memory"] |= {"ring": self.memory.ring, "peak": self.memory.peak}
+        document["memory"] |= {"peak": self.memory.peak}
         del document["prediction"]
         if self.prediction is not None:
             document["simulated_seconds"] = {
@@ -133,7 +133,7 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("optimizer states", memory.optimizer_states),
         ("gather inputs in the wire's dtype", memory.gather_inputs),
         *([("kept for backward by groups", memory.group_shards)] if memory.group_shards else []),
-        (f"ring, {memory.ring_slots} slots of {size(memory.ring_slot)}", memory.ring),
+        (f"ring, {memory.ring_slots} slots of up to {size(memory.ring_slot)}", memory.ring),
         ("staging", memory.staging),
         ("reduce input", memory.reduce_input),
         ("reduce output", memory.reduce_output),

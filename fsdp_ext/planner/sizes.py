@@ -63,6 +63,7 @@ class PlannedBucketSizes:
 class PlannedMemory:
     """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
+    ``ring_slot`` is the size of the largest slot, and ``ring`` that of the whole ring.
     ``group_shards`` is what units with ``reshard_after_forward=k`` keep for backward.
     ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
     figures assume that each backward reduces and that gradients are set to None between steps.
@@ -79,6 +80,7 @@ class PlannedMemory:
     group_shards: int
     ring_slots: int
     ring_slot: int
+    ring: int
     staging: int
     reduce_input: int
     reduce_output: int
@@ -87,11 +89,6 @@ class PlannedMemory:
     message_staging: int
     on_host: int = 0
     fsdp2_peak: int | None = None
-
-    @property
-    def ring(self) -> int:
-        """All slots of the ring."""
-        return self.ring_slots * self.ring_slot
 
     @property
     def peak(self) -> int:
@@ -124,6 +121,7 @@ def find_buckets(
         on_gpu=on_gpu,
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
+        has_prefetch_lists=root.has_prefetch_lists(),
         most_kept_inputs=root.most_kept_inputs(gpu_memory(torch.device(device_type))),
         replicas=root.units[0].replicas,
         replica_transport=transports[1],
@@ -206,6 +204,7 @@ def memory_of(
         group_shards=found["group_shard_bytes"],
         ring_slots=found["ring_slots"],
         ring_slot=found["ring_slot_bytes"],
+        ring=found["ring_bytes"],
         staging=found["staging_bytes"],
         reduce_input=found["reduce_input_bytes"],
         reduce_output=found["reduce_output_bytes"],

@@ -167,6 +167,10 @@ class PlannedRoot(UnitTree):
         """Resolve the settings anew."""
         self.settings = self.resolve(self._link, decision)
 
+    def has_prefetch_lists(self) -> bool:
+        """Return whether the user has said which units are gathered ahead of some unit."""
+        return any(unit.forward_prefetch or unit.backward_prefetch for unit in self.units)
+
     def most_ahead(self) -> int:
         """Return the largest number of prefetched gathers, as ``BucketSet::plan_memory`` does."""
         lists = [

@@ -62,8 +62,8 @@ TEST(Buckets, AreGatheredAndReducedOnceForAllTheirUnits) {
       EXPECT_EQ(counters.unsharded_bytes, 0U);
       const std::size_t of_one = rank.pipeline->unit(1).layout.unsharded_bytes();
       EXPECT_EQ(counters.peak_unsharded_bytes, 5 * of_one);
-      EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
-      EXPECT_EQ(rank.pipeline->gatherer().ring()->slot_bytes(), 2 * of_one);
+      EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 2);
+      EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slot_bytes, 2 * of_one);
     }
   });
 }

@@ -98,19 +98,17 @@ TEST(MemoryPlan, ARowThatIsLargerThanAReductionsLimitTravelsAlone) {
   EXPECT_EQ(parts.back().rows, 1);
 }
 
-TEST(MemoryPlan, GatherInputsAreSharedIfAllTogetherTakeTooMuch) {
+TEST(MemoryPlan, GatherInputsAreNotKeptIfAllTogetherTakeTooMuch) {
   BucketUse small = bucket(512);
   small.buffers.gather_input = 96;
   BucketUse large = bucket(1024);
   large.buffers.gather_input = 600;
   const std::vector<BucketUse> uses = {small, large, bucket(256)};
   const std::size_t all = align_up(96, kRegionAlignment) + align_up(600, kRegionAlignment);
-  EXPECT_EQ(plan_gathers(uses, 2, all).kept_input_bytes, all);
-  EXPECT_EQ(plan_gathers(uses, 2, all).input_bytes(), 0U);
-  EXPECT_EQ(plan_gathers(uses, 2, all - 1).kept_input_bytes, 0U);
-  EXPECT_EQ(plan_gathers(uses, 2, all - 1).input_bytes(), align_up(600, kRegionAlignment));
-  large.buffers.gathers_in_pieces = true;  // casts overlap messages
-  EXPECT_EQ(plan_gathers({small, large}, 2, 0).input_bytes(), 2 * align_up(600, kRegionAlignment));
+  EXPECT_EQ(plan_gathers(uses, 2, {}, all).kept_input_bytes, all);
+  EXPECT_TRUE(plan_gathers(uses, 2, {}, all).keeps_inputs);
+  EXPECT_EQ(plan_gathers(uses, 2, {}, all - 1).kept_input_bytes, 0U);
+  EXPECT_FALSE(plan_gathers(uses, 2, {}, all - 1).keeps_inputs);
 }
 
 TEST(MemoryPlan, OneRankHasNoMessagesToCut) {
@@ -132,10 +130,10 @@ TEST(MemoryPlan, FrozenPartsAreNotReduced) {
 TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
   const std::vector<BucketUse> buckets = {bucket(4096, /*reshards=*/false), bucket(256),
                                           bucket(1024), bucket(0)};
-  EXPECT_EQ(plan_gathers(buckets, 5).slots, 2);  // a third would stay empty
-  EXPECT_EQ(plan_gathers(buckets, 1).slots, 1);
-  EXPECT_EQ(plan_gathers(buckets, 5).slot_bytes, 1024U);
-  EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).slots, 0);
+  EXPECT_EQ(plan_gathers(buckets, 5).ring.slots, 2);  // a third would stay empty
+  EXPECT_EQ(plan_gathers(buckets, 1).ring.slots, 1);
+  EXPECT_EQ(plan_gathers(buckets, 5).ring.slot_bytes, 1024U);
+  EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).ring.slots, 0);
   EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/false), 5);
   EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true), 6);
 }

@@ -83,7 +83,7 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
       EXPECT_EQ(counters.reused_unshards, 2U);
       EXPECT_EQ(counters.overflow_slots, 0U);
       EXPECT_EQ(counters.peak_unsharded_units, 3);
-      EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
+      EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 2);
     }
   });
 }
@@ -96,12 +96,12 @@ TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
       [](Rank& rank, int) {
         rank.step(1.0F);
         rank.step(1.0F);
-        EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 4);
+        EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 4);
         EXPECT_EQ(rank.pipeline->ledger().counters().peak_unsharded_units, 5);
         EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
         rank.pipeline->options().prefetch_depth = 1;
         rank.step(1.0F);
-        EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 2);
+        EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 2);
       },
       options);
 }
@@ -111,11 +111,11 @@ TEST(Pipeline, TheRingHasASlotForEachUnitThatTheUserPrefetches) {
     change_settings(*rank.pipeline, 2,
                     [](UnitSettings& settings) { settings.forward_prefetch = {3, 4}; });
     rank.step(1.0F);
-    EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 3);
+    EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 3);
     change_settings(*rank.pipeline, 6,
                     [](UnitSettings& settings) { settings.backward_prefetch = {5, 4, 3}; });
     rank.step(1.0F);
-    EXPECT_EQ(rank.pipeline->gatherer().ring()->slots(), 4);
+    EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 4);
     EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
   });
 }
@@ -230,7 +230,7 @@ TEST(Pipeline, UnitsThatTheUserUnshardsGetOverflowSlotsThatAreFreed) {
       rank.pipeline->reshard(i);
     }
     const BufferRing* ring = rank.pipeline->gatherer().ring();
-    EXPECT_EQ(ring->allocated_bytes(), 2 * ring->slot_bytes());
+    EXPECT_EQ(ring->allocated_bytes(), 2 * ring->plan().slot_bytes);
     rank.step(1.0F);
   });
 }

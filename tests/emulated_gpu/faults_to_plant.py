@@ -87,8 +87,8 @@ EDITS = (
     Edit(
         "a slot is acquired that another bucket owns",
         "csrc/core/memory/buffer_ring.cpp",
-        "if (slot->owner == Slot::kNobody &&\n        (oldest == nullptr",
-        "if ((oldest == nullptr",
+        "is_free = is_free && slot.owner == Slot::kNobody;",
+        "is_free = is_free || slot.owner == Slot::kNobody;",
     ),
     Edit(
         "one rank reduces two buckets in another order",

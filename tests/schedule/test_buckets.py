@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import warnings
@@ -188,6 +189,39 @@ def _collectives() -> None:
 
 def test_a_bucket_is_one_gather_one_reduction_and_one_slot() -> None:
     run_ranks(_collectives, 2)
+
+
+def _slots_of_unequal_units(prefetch: int) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(7)))
+    for end in (0, 6):
+        model[end] = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, bucket_bytes=0)
+    fully_shard(model, bucket_bytes=0, prefetch=prefetch)
+    impl = None
+    for number in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        if impl is not None:
+            impl.enable_log(True)
+        model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        impl = model._fsdp_ext_unit.root.impl
+    assert impl is not None
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    large, small = 2 * 8 * 64 * 4, 8 * 8 * 4
+    assert impl.memory()["ring_slot_bytes"] == large
+    assert impl.memory()["ring_bytes"] == large + prefetch * small
+    assert impl.counters()["overflow_slots"] == 0
+    # Each unit is gathered in forward, and those that still have a slot not again in backward.
+    phases = [phase for op, phase, _, _ in impl.take_log() if op == "all_gather"]
+    assert phases == 2 * (["forward"] * 7 + ["backward"] * (6 - prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_the_ring_has_room_for_neighbours_and_not_for_several_large_units(prefetch: int) -> None:
+    run_ranks(_slots_of_unequal_units, 2, prefetch)
 
 
 class _Nested(nn.Module):

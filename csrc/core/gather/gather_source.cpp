@@ -1,11 +1,47 @@
 #include "core/gather/gather_source.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/memory/memory_plan.h"
 
 namespace fsdp {
 namespace {
+
+// The part of `whole`, a cast into the gather input, that fills the message. `destination` is where
+// this rank's part of the message's output begins.
+void add_casts(CastPlan& plan, const CastPlan& whole, const GatherMessage& message,
+               std::size_t destination) {
+  for (const CastEntry& entry : whole.entries) {
+    const std::size_t size = itemsize(entry.destination_dtype);
+    const std::size_t end = entry.destination_offset + static_cast<std::size_t>(entry.numel) * size;
+    const std::size_t from = std::max(entry.destination_offset, message.source_offset);
+    const std::size_t to = std::min(end, message.source_offset + message.bytes);
+    if (from < to) {
+      const std::size_t skipped = (from - entry.destination_offset) / size;
+      CastEntry part = entry;
+      part.source_offset += skipped * itemsize(entry.source_dtype);
+      part.destination_offset = destination + (from - message.source_offset);
+      part.numel = static_cast<std::int64_t>((to - from) / size);
+      plan.entries.push_back(part);
+    }
+  }
+}
+
+void plan_casts_in_place(GatherPiece& piece, int rank, Packer& packer) {
+  const auto before = static_cast<std::size_t>(rank);
+  for (const GatherMessage& message : piece.plan.direct) {
+    add_casts(piece.cast_into_slot, piece.cast_plan, message,
+              message.destination_offset + before * message.bytes);
+  }
+  if (piece.plan.packed_bytes > 0) {
+    add_casts(piece.cast_into_staging, piece.cast_plan,
+              {piece.plan.packed_offset, 0, piece.plan.packed_bytes},
+              before * piece.plan.packed_bytes);
+  }
+  packer.prepare(piece.cast_into_slot);
+  packer.prepare(piece.cast_into_staging);
+}
 
 std::vector<GatherPiece> pieces_of(const UnitLayout& layout, MessageLimits limits,
                                    Communicator& communicator, Lanes& lanes) {
@@ -22,6 +58,9 @@ std::vector<GatherPiece> pieces_of(const UnitLayout& layout, MessageLimits limit
     piece.bytes *= static_cast<std::size_t>(layout.world_size());
     piece.gathered = lanes.device->new_event();
     lanes.packer->prepare(piece.cast_plan);
+    if (layout.needs_cast()) {
+      plan_casts_in_place(piece, communicator.rank(), *lanes.packer);
+    }
     lanes.packer->prepare(piece.plan.unpack);
     pieces.push_back(std::move(piece));
   }

@@ -30,7 +30,10 @@ struct ShardStamp {
 // One message of a gather, with its cast before and its unpacking after: Note [pieces].
 struct GatherPiece {
   LayoutPart part;
-  CastPlan cast_plan;
+  CastPlan cast_plan;  // into the gather input
+  // The same to this rank's part of the output: Note [gather inputs] in core/gather/gatherer.h.
+  CastPlan cast_into_slot;
+  CastPlan cast_into_staging;
   GatherPlan plan;
   std::size_t bytes = 0;            // on the wire, of all ranks together
   std::unique_ptr<Event> gathered;  // and unpacked

@@ -33,8 +33,7 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger,
       streams_(device, lane),
       ledger_(ledger),
       record_issue_(std::move(record_issue)),
-      staging_(device),
-      input_(device) {}
+      staging_(device) {}
 
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() { lane_.drain(); }
@@ -227,25 +226,38 @@ Slot* Gatherer::reacquire_slot(Bucket& bucket) {
 }
 
 Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
-  const std::size_t bytes = bucket.layout.unsharded_bytes();
   if (!bucket.units.front()->reshard_after_forward) {
     if (Slot* slot = acquire_persistent_slot(bucket)) {
       return slot;
     }
-  } else if (bytes <= ring_->slot_bytes()) {
-    if (Slot* slot = ring_->try_acquire(bucket.number)) {
-      return slot;
-    }
-    if (Slot* slot = on_demand ? reclaim_speculative_slot(bucket.number) : nullptr) {
-      return slot;
-    }
+  } else if (Slot* slot = acquire_in_ring(bucket, on_demand)) {
+    return slot;
   }
   if (!on_demand) {
     return nullptr;
   }
   ledger_.count_overflow_slot();
-  Slot* slot = ring_->acquire_overflow(bucket.number, bytes);
+  Slot* slot = ring_->acquire_overflow(bucket.number, bucket.buffers.slot);
   streams_.follow_compute();
+  return slot;
+}
+
+// On demand, prefetched buckets make room, one after the other.
+Slot* Gatherer::acquire_in_ring(const Bucket& bucket, bool on_demand) {
+  const auto acquire = [&] {
+    return ring_->try_acquire(bucket.number, bucket.buffers.slot, streams_.messages(),
+                              bucket.gather.all_ranks_.label);
+  };
+  Slot* slot = acquire();
+  if (!on_demand || bucket.buffers.slot > ring_->plan().bytes) {
+    return slot;
+  }
+  for (auto other = buckets_->begin(); slot == nullptr && other != buckets_->end(); ++other) {
+    if (has_reclaimable_slot(**other)) {
+      abandon_gather(**other);
+      slot = acquire();
+    }
+  }
   return slot;
 }
 
@@ -259,20 +271,10 @@ Slot* Gatherer::acquire_persistent_slot(Bucket& bucket) {
   if (bucket.gather.persistent_slot_->users > 0) {
     return nullptr;
   }
+  streams_.messages().wait(*bucket.gather.persistent_slot_->released,
+                           bucket.gather.all_ranks_.label);  // Note [slot lifetime]
   bucket.gather.persistent_slot_->contents = bucket.number;
   return bucket.gather.persistent_slot_.get();
-}
-
-Slot* Gatherer::reclaim_speculative_slot(int bucket) {
-  for (const auto& other : *buckets_) {
-    if (has_reclaimable_slot(*other)) {
-      Slot* slot = other->gather.slot_;
-      abandon_gather(*other);
-      slot->owner = slot->contents = bucket;
-      return slot;
-    }
-  }
-  return nullptr;
 }
 
 // Whether all users of the bucket's slot in the ring were prefetched and not used yet.
@@ -302,12 +304,12 @@ void Gatherer::abandon_gather(Bucket& bucket) {
   }
   bucket.gather.slot_ = nullptr;
   ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
-  device_.compute_stream().record(*slot.released);
   if (bucket.gather.is_in_pieces()) {
     const GatherSource& source = bucket.gather.source();
     streams_.messages().wait(*source.last_piece().gathered, source.label);
   }
   slot.users = 0;
+  ring_->release(slot, device_.compute_stream(), /*keeps_contents=*/false);
 }
 
 // For all units of the bucket that are sharded. These units are speculative until they are used.

@@ -11,10 +11,9 @@
 // Note [gather inputs]
 // Where the wire has another dtype than the shard, or the shard is in the host's memory, a bucket
 // is sent from a cast copy. If the copies of all buckets fit into `most_kept_inputs`, each bucket
-// keeps its own, and backward sends what forward has cast. Otherwise all buckets share one input,
-// and shards are cast again for each gather. That costs one more pass over the shard, in front of
-// the message. Buckets in pieces are cast on a stream of their own, so they use two inputs in
-// turns.
+// keeps its own, and backward sends what forward has cast. Otherwise shards are cast for each
+// gather, to where this rank's part of the output is, and the gather is in place. That takes no
+// memory. It costs one more pass over the shard, in front of the message.
 #pragma once
 
 #include <cstddef>
@@ -38,11 +37,11 @@ class Gatherer {
   Gatherer(const Gatherer&) = delete;
   Gatherer& operator=(const Gatherer&) = delete;
 
-  // Allocates a ring for `buckets`, with `slots` slots as large as the largest bucket that reshards
-  // after forward, and frees the previous ring. No slot may have an owner. `buckets` lives until
-  // the next call. `most_kept_inputs`: Note [gather inputs].
+  // Allocates a ring for `buckets`, and frees the previous one. No slot may have an owner.
+  // `buckets` lives until the next call. `together`: see plan_gathers. `most_kept_inputs`: Note
+  // [gather inputs].
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
-                   std::size_t most_kept_inputs);
+                   const BucketSets& together, std::size_t most_kept_inputs);
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   // Parameters that were gathered earlier are out of date.
@@ -81,20 +80,26 @@ class Gatherer {
 
   const BufferRing* ring() const { return ring_.get(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
-  std::size_t input_bytes() const { return input_.bytes(); }  // that all buckets share
+  bool keeps_inputs() const { return keeps_inputs_; }  // Note [gather inputs]
   // Forgets the issue times and refusals of the previous iteration.
   static void forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
   void set_poison_released_slots(bool value) { poison_ = value; }
 
  private:
+  // Where a piece's messages arrive: directly in the slot, or packed in the staging buffer.
+  struct Output {
+    char* slot;
+    char* staging;
+  };
+
   bool is_current(Unit& unit) const;
   bool start_unshard(Unit& unit, bool on_demand);
   void note_issue(Bucket& bucket, const Slot* slot, bool on_demand);
   Slot* reacquire_slot(Bucket& bucket);
   Slot* acquire_slot(Bucket& bucket, bool on_demand);
+  Slot* acquire_in_ring(const Bucket& bucket, bool on_demand);
   Slot* acquire_persistent_slot(Bucket& bucket);
-  Slot* reclaim_speculative_slot(int bucket);
   bool has_reclaimable_slot(const Bucket& bucket) const;
   void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
@@ -107,11 +112,12 @@ class Gatherer {
   void gather_into(Bucket& bucket, Slot& slot);
   void gather_from_ranks(Bucket& bucket, Slot& slot);
   void order_before_gather(const Bucket& bucket);
-  void gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging);
-  void* cast_input_of(const Bucket& bucket) const;
-  const void* input_of(const Bucket& bucket) const;
-  void send(const Bucket& bucket, std::size_t number, char* output, char* staging);
-  void cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream);
+  static bool gathers_in_place(const Bucket& bucket);
+  void gather_piece(const Bucket& bucket, std::size_t number, const Output& output);
+  static const void* input_of(const Bucket& bucket);
+  void set_parts(const Bucket& bucket, const GatherPlan& plan, const Output& output);
+  void send(const Bucket& bucket, std::size_t number, const Output& output);
+  void cast(const Bucket& bucket, const GatherPiece& piece, const Output& output, Stream& stream);
   void allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory);
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
@@ -131,9 +137,8 @@ class Gatherer {
   bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;
   std::unique_ptr<BufferRing> ring_;
-  HalvedBuffer staging_;           // rank-major
-  HalvedBuffer input_;             // that all buckets share; empty if each keeps its own
-  std::size_t inputs_used_ = 0;    // so far; they use the halves in turns
+  HalvedBuffer staging_;  // rank-major
+  bool keeps_inputs_ = true;
   std::vector<GatherPart> parts_;  // of the message that is sent; kept for its memory
   std::uint64_t iteration_ = 0;
   bool poison_ = false;

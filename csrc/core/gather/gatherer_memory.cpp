@@ -8,14 +8,16 @@
 namespace fsdp {
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
-                           std::size_t most_kept_inputs) {
+                           const BucketSets& together, std::size_t most_kept_inputs) {
   const bool may_differ = has_several_meshes(buckets);
-  GatherMemory memory = plan_gathers(uses_of(buckets), slots, most_kept_inputs);
-  // Ranks may have different amounts of memory. All share an input if one rank has to.
-  if (lane_.most(memory.shared_input > 0 ? 1 : 0, /*may_differ=*/true) > 0) {
-    memory = plan_gathers(uses_of(buckets), slots, /*most_kept_inputs=*/0);
+  const std::vector<BucketUse> uses = uses_of(buckets);
+  GatherMemory memory =
+      plan_gathers(uses, slots, may_differ ? BucketSets{} : together, most_kept_inputs);
+  // Ranks may have different amounts of memory. None keeps inputs if one rank cannot.
+  if (lane_.most(memory.keeps_inputs ? 0 : 1, /*may_differ=*/true) > 0) {
+    memory.keeps_inputs = false;
+    memory.kept_input_bytes = 0;
   }
-  memory.shared_input = lane_.most(memory.shared_input, may_differ);
   memory.any_in_pieces = lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0;
   // Work in flight may still use the buffers of the previous plan, and the compute stream reads
   // slots. They are freed first, so that old and new buffers never exist together.
@@ -23,9 +25,11 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   device_.compute_stream().synchronize();
   ring_.reset();
   staging_.reset(nullptr, 0);
-  input_.reset(nullptr, 0);
-  memory.slots = static_cast<int>(lane_.most(static_cast<std::size_t>(memory.slots), may_differ));
-  memory.slot_bytes = lane_.most(memory.slot_bytes, may_differ);
+  if (may_differ) {
+    memory.ring =
+        equal_slots(static_cast<int>(lane_.most(static_cast<std::size_t>(memory.ring.slots), true)),
+                    lane_.most(memory.ring.slot_bytes, true));
+  }
   memory.staging_bytes = lane_.most(memory.staging_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
   buckets_ = &buckets;
@@ -33,7 +37,7 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
                                   [](const auto& bucket) { return bucket->layout.is_offloaded(); });
   ring_ = std::make_unique<BufferRing>(
       device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
-      memory.slots, memory.slot_bytes);
+      std::move(memory.ring));
   const std::size_t staging = memory.staging_bytes;
   staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
   for (const auto& bucket : buckets) {
@@ -114,11 +118,11 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
 // inputs].
 void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
                                       const GatherMemory& memory, bool may_differ) {
-  if (memory.shared_input > 0) {
+  keeps_inputs_ = memory.keeps_inputs;
+  if (!keeps_inputs_) {
     for (const auto& bucket : buckets) {
       bucket->gather.input_.reset();
     }
-    input_.reset(lane_.allocate(memory.input_bytes(), BufferUse::Input), memory.input_bytes());
     return;
   }
   const bool lacks_one = std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {

@@ -67,7 +67,6 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     streams_.follow_compute();
   }
   Stream& stream = streams_.messages();
-  stream.wait(*slot.released, bucket.gather.source().label);  // Note [slot lifetime]
   if (layout.world_size() == 1) {
     const GatherPiece& whole = bucket.gather.all_ranks_.pieces.front();
     const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
@@ -84,43 +83,45 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gather.is_in_pieces();
-  const bool has_own_input = bucket.gather.input_ != nullptr;
-  const bool casts =
-      layout.needs_cast() && !bucket.gather.source().is_of_group() &&
-      !(has_own_input && bucket.gather.cast_from_.matches(bucket.gather.gathered_from_));
-  const bool shares_input = casts && !has_own_input && streams_.is_any_in_pieces();
+  const bool in_place = gathers_in_place(bucket);
+  const bool casts = layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+                     (in_place || !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_));
   const GatherSource& source = bucket.gather.source();
   const Range range(device_, bucket.ranges.all_gather, source.bytes);
   order_before_gather(bucket);
   Stream& before = streams_.before(in_pieces);
   Stream& after = streams_.after(in_pieces);
-  if (shares_input) {
-    inputs_used_ += 1;
-    input_.wait_for_half(before, inputs_used_, source.label);
+  if (in_place) {
+    streams_.order_after(before, streams_.messages(), source.label);  // which wait for the slot
   }
   for (std::size_t i = 0; i < source.pieces.size(); ++i) {
     const GatherPiece& piece = source.pieces[i];
+    const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
+    const Output output{static_cast<char*>(slot.data()),
+                        in_pieces ? staging_.half_of(i) : staging_.data()};
+    if (uses_half) {
+      staging_.wait_for_half(in_place ? before : streams_.messages(), i, source.label);
+    }
     if (casts) {
-      cast(bucket, piece, before);
+      cast(bucket, piece, output, before);
       streams_.order_after(streams_.messages(), before, source.label);
     }
-    const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
-    if (uses_half) {
-      staging_.wait_for_half(streams_.messages(), i, source.label);
-    }
-    gather_piece(bucket, i, slot, in_pieces ? staging_.half_of(i) : staging_.data());
+    gather_piece(bucket, i, output);
     if (uses_half) {
       staging_.release_half(after, i);
     }
     after.record(*piece.gathered);
   }
-  if (shares_input) {
-    input_.release_half(streams_.messages(), inputs_used_);
-  }
   if (casts) {
     ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
     bucket.gather.cast_from_ = bucket.gather.gathered_from_;
   }
+}
+
+// Whether shards are cast into their place in the output.
+bool Gatherer::gathers_in_place(const Bucket& bucket) {
+  return bucket.layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+         bucket.gather.input_ == nullptr;
 }
 
 void Gatherer::order_before_gather(const Bucket& bucket) {
@@ -136,39 +137,47 @@ void Gatherer::order_before_gather(const Bucket& bucket) {
 }
 
 // See Note [gather plans].
-void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, Slot& slot, char* staging) {
+void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, const Output& output) {
   const GatherPiece& piece = bucket.gather.source().pieces[number];
-  send(bucket, number, static_cast<char*>(slot.data()), staging);
+  send(bucket, number, output);
   Stream& after = streams_.after(bucket.gather.is_in_pieces());
   streams_.order_after(after, streams_.messages(), bucket.gather.source().label);
   if (piece.plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
-    packer_.unpack(after, piece.plan.unpack, staging, slot.data());
+    packer_.unpack(after, piece.plan.unpack, output.staging, output.slot);
     ledger_.count_copied_bytes(2 * piece.plan.packed_bytes *
                                static_cast<std::size_t>(piece.plan.unpack.world_size));
   }
 }
 
-// Where the bucket's shards are cast to.
-void* Gatherer::cast_input_of(const Bucket& bucket) const {
-  if (bucket.gather.input_ != nullptr) {
-    return bucket.gather.input_.get();
-  }
-  return streams_.is_any_in_pieces() ? input_.half_of(inputs_used_) : input_.data();
-}
-
-// The memory that the bucket's messages are sent from.
-const void* Gatherer::input_of(const Bucket& bucket) const {
+// The memory that the bucket's messages are sent from, unless they are gathered in place.
+const void* Gatherer::input_of(const Bucket& bucket) {
   return bucket.gather.source().is_of_group() ? bucket.gather.group_->memory.get()
-         : bucket.layout.needs_cast()         ? cast_input_of(bucket)
+         : bucket.layout.needs_cast()         ? bucket.gather.input_.get()
                                               : bucket.flat_shard();
 }
 
-void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char* staging) {
+// Sets the messages of a piece.
+void Gatherer::set_parts(const Bucket& bucket, const GatherPlan& plan, const Output& output) {
+  const GatherSource& source = bucket.gather.source();
+  const auto rank = static_cast<std::size_t>(source.communicator.rank());
+  const bool in_place = gathers_in_place(bucket);
+  const auto* const inputs = static_cast<const char*>(input_of(bucket));
+  const auto add = [&](std::size_t offset, char* into, std::size_t bytes) {
+    parts_.push_back({in_place ? into + rank * bytes : inputs + offset, into, bytes});
+  };
+  parts_.clear();
+  for (const GatherMessage& message : plan.direct) {
+    add(message.source_offset, output.slot + message.destination_offset, message.bytes);
+  }
+  if (plan.packed_bytes > 0) {
+    add(plan.packed_offset, output.staging, plan.packed_bytes);
+  }
+}
+
+void Gatherer::send(const Bucket& bucket, std::size_t number, const Output& output) {
   const GatherSource& source = bucket.gather.source();
   const GatherPiece& piece = source.pieces[number];
-  const GatherPlan& plan = piece.plan;
-  const auto* input = static_cast<const char*>(input_of(bucket));
   Stream& stream = streams_.messages();
   record_issue_(bucket, {number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
@@ -177,14 +186,7 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
   const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
                     /*follows=*/false);
   UserCollective* const hook = gather_hook_of(bucket);
-  parts_.clear();
-  for (const GatherMessage& message : plan.direct) {
-    parts_.push_back(
-        {input + message.source_offset, output + message.destination_offset, message.bytes});
-  }
-  if (plan.packed_bytes > 0) {
-    parts_.push_back({input + plan.packed_offset, staging, plan.packed_bytes});
-  }
+  set_parts(bucket, piece.plan, output);
   if (hook == nullptr && parts_.size() > 1) {
     source.communicator.all_gather_parts(stream, parts_);
     return;
@@ -198,9 +200,20 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, char* output, char
   }
 }
 
-void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, Stream& stream) {
+void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, const Output& output,
+                    Stream& stream) {
   const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
-  packer_.cast(stream, piece.cast_plan, nullptr, bucket.flat_shard(), cast_input_of(bucket), 1.0);
+  const void* const shard = bucket.flat_shard();
+  if (!gathers_in_place(bucket)) {
+    packer_.cast(stream, piece.cast_plan, nullptr, shard, bucket.gather.input_.get(), 1.0);
+    return;
+  }
+  if (!piece.cast_into_slot.entries.empty()) {
+    packer_.cast(stream, piece.cast_into_slot, nullptr, shard, output.slot, 1.0);
+  }
+  if (!piece.cast_into_staging.entries.empty()) {
+    packer_.cast(stream, piece.cast_into_staging, nullptr, shard, output.staging, 1.0);
+  }
 }
 
 void Gatherer::finish_reading_host() {

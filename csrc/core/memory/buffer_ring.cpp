@@ -3,20 +3,17 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/align.h"
 #include "base/check.h"
+#include "core/memory/layout.h"
 
 namespace fsdp {
 
-BufferRing::BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes)
-    : device_(device), allocate_(std::move(allocate)), slot_bytes_(slot_bytes) {
-  FSDP_CHECK(slots >= 0, "A ring cannot have ", slots, " slots. It needs 0 or more.");
-  for (int i = 0; i < slots; ++i) {
-    auto slot = std::make_unique<Slot>();
-    slot->memory = allocate_(slot_bytes_);
-    slot->bytes = slot_bytes_;
-    slot->released = device_.new_event();
-    slots_.push_back(std::move(slot));
-  }
+BufferRing::BufferRing(Device& device, const Allocate& allocate, RingPlan plan)
+    : device_(device),
+      plan_(std::move(plan)),
+      memory_(plan_.bytes > 0 ? allocate(plan_.bytes) : nullptr) {
+  FSDP_CHECK(plan_.slots >= 0, "A ring cannot have ", plan_.slots, " slots. It needs 0 or more.");
 }
 
 Slot* BufferRing::find_contents(int bucket) {
@@ -35,19 +32,103 @@ void BufferRing::reacquire(Slot& slot, int bucket) {
   slot.owner = bucket;
 }
 
-Slot* BufferRing::try_acquire(int bucket) {
-  Slot* oldest = nullptr;
-  for (auto& slot : slots_) {
-    if (slot->owner == Slot::kNobody &&
-        (oldest == nullptr || slot->released_at < oldest->released_at)) {
-      oldest = slot.get();
+// A later slot may overlap the rest of a slot that is given up here. It is written on the same
+// stream, so it is in order, too.
+Slot* BufferRing::try_acquire(int bucket, std::size_t bytes, Stream& writer,
+                              const std::string& what) {
+  const std::size_t size =
+      align_up(plan_.offsets.empty() ? plan_.slot_bytes : bytes, kRegionAlignment);
+  const std::size_t offset = bytes > size ? kNoRoom : find_room(bucket, size);
+  if (offset == kNoRoom) {
+    return nullptr;
+  }
+  IterationIndex released_after;
+  std::uint64_t released_at = 0;
+  for_each_overlap(offset, size, [&](Slot& slot) {
+    writer.wait(*slot.released, what);
+    if (slot.released_at >= released_at) {
+      released_at = slot.released_at;
+      released_after = slot.released_after;
+    }
+    slot.bytes = 0;
+    slot.contents = Slot::kNobody;
+  });
+  Slot& slot = unused_slot();
+  slot.memory = std::shared_ptr<void>(memory_, static_cast<char*>(memory_.get()) + offset);
+  slot.offset = offset;
+  slot.bytes = size;
+  slot.owner = bucket;
+  slot.contents = bucket;
+  slot.released_at = released_at;
+  slot.released_after = released_after;
+  return &slot;
+}
+
+template <typename Visit>
+void BufferRing::for_each_overlap(std::size_t offset, std::size_t bytes, const Visit& visit) const {
+  for (const auto& slot : slots_) {
+    if (slot->bytes > 0 && slot->offset < offset + bytes && offset < slot->offset + slot->bytes) {
+      visit(*slot);
     }
   }
-  if (oldest != nullptr) {
-    oldest->owner = bucket;
-    oldest->contents = bucket;
+}
+
+bool BufferRing::is_free(std::size_t offset, std::size_t bytes) const {
+  bool is_free = offset + bytes <= plan_.bytes;
+  for_each_overlap(offset, bytes,
+                   [&](const Slot& slot) { is_free = is_free && slot.owner == Slot::kNobody; });
+  return is_free;
+}
+
+// The planned place if it is free. Otherwise the place at an end of the ring or of a slot whose
+// newest contents are the oldest.
+std::size_t BufferRing::find_room(int bucket, std::size_t bytes) const {
+  if (!plan_.offsets.empty()) {
+    const std::size_t planned = plan_.offsets.at(static_cast<std::size_t>(bucket));
+    if (is_free(planned, bytes)) {
+      return planned;
+    }
   }
-  return oldest;
+  std::size_t best = kNoRoom;
+  std::uint64_t best_released = 0;
+  const auto consider = [&](std::size_t offset) {
+    if (!is_free(offset, bytes)) {
+      return;
+    }
+    std::uint64_t released = 0;
+    for_each_overlap(offset, bytes, [&released](const Slot& slot) {
+      released = std::max(released, slot.released_at);
+    });
+    if (best == kNoRoom || released < best_released) {
+      best = offset;
+      best_released = released;
+    }
+  };
+  consider(0);
+  for (const auto& slot : slots_) {
+    if (slot->bytes > 0) {
+      consider(slot->offset);
+      consider(slot->offset + slot->bytes);
+      if (slot->offset >= bytes) {
+        consider(slot->offset - bytes);
+      }
+    }
+  }
+  if (plan_.bytes >= bytes) {
+    consider(plan_.bytes - bytes);
+  }
+  return best;
+}
+
+Slot& BufferRing::unused_slot() {
+  for (auto& slot : slots_) {
+    if (slot->bytes == 0) {
+      return *slot;
+    }
+  }
+  slots_.push_back(std::make_unique<Slot>());
+  slots_.back()->released = device_.new_event();
+  return *slots_.back();
 }
 
 Slot* BufferRing::acquire_overflow(int bucket, std::size_t bytes) {
@@ -89,7 +170,7 @@ void BufferRing::forget_contents() {
 }
 
 std::size_t BufferRing::allocated_bytes() const {
-  std::size_t bytes = slots_.size() * slot_bytes_;
+  std::size_t bytes = plan_.bytes;
   for (const auto& slot : overflow_) {
     bytes += slot->bytes;
   }

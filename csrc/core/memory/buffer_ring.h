@@ -1,13 +1,17 @@
-// A ring of equal slots that hold unsharded parameters. Each slot has an owner (a bucket's number)
-// and an event that completes when the readers of its last owner are done.
+// A ring that holds unsharded parameters: one piece of memory, in which each bucket gets a slot of
+// its own size. Each slot has an owner (a bucket's number) and an event that completes when the
+// readers of its last owner are done.
 //
 // Note [slot lifetime]
 // A bucket acquires a slot, the gather stream writes it, the compute stream reads it, and an event
 // that the compute stream records behind the last reader releases it. The stream of the next writer
-// waits for that event. Acquiring a slot that has an owner is an error in the schedule, never a
-// wait. A released slot keeps its contents, so its bucket can reacquire it without a gather until
-// another bucket acquires it (lazy reshard). The slot that was released first is acquired first,
-// which keeps the newest contents the longest.
+// waits for that event. A slot that has an owner is never overwritten: if the ring has no room
+// beside such slots, there is no slot. A released slot keeps its contents, so its bucket can
+// reacquire it without a gather until another slot overlaps it (lazy reshard).
+//
+// A new slot lies where the plan says (Note [ring places] in core/memory/ring_plan.h), or wherever
+// there is room. Of several places, it takes the one that was released first, which keeps the
+// newest contents the longest.
 //
 // A schedule that needs more slots than the ring has (the user unshards units, or units are nested
 // deeper than planned) gets overflow slots, which are freed at release.
@@ -17,8 +21,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "core/memory/ring_plan.h"
 #include "core/record/ledger.h"
 #include "device/stream.h"
 
@@ -28,7 +34,8 @@ struct Slot {
   static constexpr int kNobody = -1;
 
   std::shared_ptr<void> memory;
-  std::size_t bytes = 0;
+  std::size_t offset = 0;  // in the ring
+  std::size_t bytes = 0;   // 0: it has no memory now
   int owner = kNobody;     // the bucket that uses it now
   int contents = kNobody;  // the bucket whose parameters it contains
   int users = 0;           // units of the owner that are gathering or unsharded here
@@ -44,17 +51,17 @@ class BufferRing {
  public:
   using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
-  // Allocates `slots` slots of `slot_bytes` each.
-  BufferRing(Device& device, Allocate allocate, int slots, std::size_t slot_bytes);
+  BufferRing(Device& device, const Allocate& allocate, RingPlan plan);
 
   // Returns the slot that contains `bucket`'s parameters and has no owner, or null.
   Slot* find_contents(int bucket);
   // Makes `bucket` the owner of such a slot and keeps the contents.
   void reacquire(Slot& slot, int bucket);
 
-  // Returns a free slot of the ring, or null if there is none. The caller orders its writer behind
-  // slot->released.
-  Slot* try_acquire(int bucket);
+  // Returns a slot in the ring, or null if there is no room. Work issued to `writer` from now on
+  // starts when the readers of the slots that it overlaps are done. `what` names that work in error
+  // messages.
+  Slot* try_acquire(int bucket, std::size_t bytes, Stream& writer, const std::string& what);
   // Allocates a slot outside the ring.
   Slot* acquire_overflow(int bucket, std::size_t bytes);
 
@@ -65,16 +72,23 @@ class BufferRing {
   // The parameters have changed, so the contents of released slots are out of date.
   void forget_contents();
 
-  int slots() const { return static_cast<int>(slots_.size()); }
-  std::size_t slot_bytes() const { return slot_bytes_; }
+  const RingPlan& plan() const { return plan_; }
   std::size_t allocated_bytes() const;
 
  private:
+  static constexpr std::size_t kNoRoom = static_cast<std::size_t>(-1);
+
+  template <typename Visit>
+  void for_each_overlap(std::size_t offset, std::size_t bytes, const Visit& visit) const;
+  bool is_free(std::size_t offset, std::size_t bytes) const;
+  std::size_t find_room(int bucket, std::size_t bytes) const;
+  Slot& unused_slot();
+
   Device& device_;
-  Allocate allocate_;
-  std::size_t slot_bytes_;
+  const RingPlan plan_;
+  std::shared_ptr<void> memory_;
   std::uint64_t releases_ = 0;
-  std::vector<std::unique_ptr<Slot>> slots_;
+  std::vector<std::unique_ptr<Slot>> slots_;  // without overlap; some have no memory now
   std::vector<std::unique_ptr<Slot>> overflow_;
 };
 

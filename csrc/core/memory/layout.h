@@ -31,10 +31,10 @@
 // Note [offloaded units]
 // The flat shard and the flat gradient of an offloaded unit are in the host's memory, so that an
 // optimizer steps there (CPUOffloadPolicy). Everything else is on the device. The copies are those
-// that a cast makes, too: gathers send from a gather input that a kernel has filled from the shard,
-// and the reduction's output is written to the gradient by a kernel. Kernels read and write pinned
-// memory of the host as their own. Only the host needs more: events do not order its work. So a
-// forward ends when shards have been read, and a backward when gradients have been written.
+// that a cast makes, too: gathers send what a kernel has read from the shard, and a kernel writes
+// the reduction's output to the gradient. Kernels read and write pinned memory of the host as their
+// own. Only the host needs more: events do not order its work. So a forward ends when shards have
+// been read, and a backward when gradients have been written.
 //
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter. It is
 // a contiguous view, also if N does not divide R. Every start is aligned to 16 bytes in every

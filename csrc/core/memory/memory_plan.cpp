@@ -84,28 +84,20 @@ bool reduces_in_place(const UnitLayout& layout, double post_scale) {
 }
 
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
-                          std::size_t most_kept_inputs) {
+                          const BucketSets& together, std::size_t most_kept_inputs) {
   GatherMemory memory;
-  int ring_buckets = 0;
-  std::size_t largest_input = 0;
+  std::vector<std::size_t> in_ring;  // the bytes of each bucket's slot
   for (const BucketUse& bucket : buckets) {
-    if (bucket.buffers.slot == 0) {
-      continue;
-    }
-    memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
-    memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
-    memory.kept_input_bytes += align_up(bucket.buffers.gather_input, kRegionAlignment);
-    largest_input = std::max(largest_input, bucket.buffers.gather_input);
-    if (bucket.reshards_after_forward) {
-      memory.slot_bytes = std::max(memory.slot_bytes, bucket.buffers.slot);
-      ring_buckets += 1;
+    in_ring.push_back(bucket.bytes_in_ring());
+    if (bucket.buffers.slot > 0) {
+      memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
+      memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
+      memory.kept_input_bytes += align_up(bucket.buffers.gather_input, kRegionAlignment);
     }
   }
-  memory.slots = std::min(slots, ring_buckets);
-  if (memory.kept_input_bytes > most_kept_inputs) {
-    memory.kept_input_bytes = 0;
-    memory.shared_input = align_up(largest_input, kRegionAlignment);
-  }
+  memory.ring = plan_ring(in_ring, slots, together);
+  memory.keeps_inputs = memory.kept_input_bytes <= most_kept_inputs;
+  memory.kept_input_bytes = memory.keeps_inputs ? memory.kept_input_bytes : 0;
   return memory;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/memory/layout.h"
+#include "core/memory/ring_plan.h"
 
 namespace fsdp {
 
@@ -58,21 +59,18 @@ constexpr std::size_t kAnyBytes = static_cast<std::size_t>(-1);
 struct BucketUse {
   BucketBuffers buffers;
   bool reshards_after_forward = true;  // otherwise it has a slot of its own
+
+  // 0: it has none.
+  std::size_t bytes_in_ring() const { return reshards_after_forward ? buffers.slot : 0; }
 };
 
 // The buffers that all buckets share.
 struct GatherMemory {
-  int slots = 0;
-  std::size_t slot_bytes = 0;
+  RingPlan ring;
   std::size_t staging_bytes = 0;
-  // The largest bucket's gather input; 0: each bucket keeps its own. Note [gather inputs] in
-  // core/gather/gatherer.h.
-  std::size_t shared_input = 0;
+  bool keeps_inputs = true;  // Note [gather inputs] in core/gather/gatherer.h
   std::size_t kept_input_bytes = 0;
   bool any_in_pieces = false;  // among the buckets that have slots
-
-  // The size of the input that all buckets share. Pieces use its halves in turns.
-  std::size_t input_bytes() const { return shared_input * (any_in_pieces ? 2 : 1); }
 };
 struct ReduceMemory {
   std::size_t input_bytes = 0;
@@ -89,9 +87,10 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
 }
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
-// Each bucket keeps a gather input of its own if together they take at most `most_kept_inputs`
-// bytes.
+// `together`: Note [ring places] in core/memory/ring_plan.h; empty if it is not known. Each bucket
+// keeps a gather input of its own if together they take at most `most_kept_inputs` bytes.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
+                          const BucketSets& together = {},
                           std::size_t most_kept_inputs = kAnyBytes);
 // `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
 // [replicas] in core/reduce/reducer.h.

@@ -371,7 +371,7 @@ void Pipeline::end_backward() try {
   if (options_.is_last_backward || device_.is_capturing()) {
     reducer_.wait(buckets());
   }
-  if (gatherer_.input_bytes() > 0) {
+  if (!gatherer_.keeps_inputs()) {
     gatherer_.finish_reading_host();  // backward has cast shards, too: Note [gather inputs]
   }
   ledger_.close(pass_, device_.compute_stream());

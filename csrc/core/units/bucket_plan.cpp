@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "comm/messages/message_staging.h"
 #include "core/units/merging.h"
+#include "core/units/unsharded_together.h"
 
 namespace fsdp {
 namespace {
@@ -85,6 +86,21 @@ std::size_t gradients_in_flight(const std::vector<PlannedBucket>& buckets,
   return fsdp::gradients_in_flight(bytes, enclosing);
 }
 
+BucketSets together(const std::vector<PlannedBucket>& buckets, const std::vector<int>& parents,
+                    const BucketPlanOptions& options) {
+  if (options.has_prefetch_lists) {
+    return {};
+  }
+  Partition partition;
+  std::vector<char> has_slot;
+  for (const PlannedBucket& bucket : buckets) {
+    partition.push_back(bucket.units);
+    has_slot.push_back(bucket.use.bytes_in_ring() > 0 ? 1 : 0);
+  }
+  return unsharded_together(partition, events_of_registration(parents), has_slot,
+                            options.prefetch_depth);
+}
+
 // Each size of smaller groups has lanes of its own: Note [group shards].
 std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
                                       const TransportTraits& transport) {
@@ -118,7 +134,8 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   }
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
-  plan.gathers = plan_gathers(uses, slots, options.most_kept_inputs);
+  plan.gathers =
+      plan_gathers(uses, slots, together(plan.buckets, parents, options), options.most_kept_inputs);
   plan.reductions = plan_reductions(uses, options.overlaps_copies && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =

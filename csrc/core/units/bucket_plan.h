@@ -33,9 +33,10 @@ struct BucketPlan {
 
 struct BucketPlanOptions {
   TransportTraits transport;
-  int nesting = 1;                 // units below the root that enclose each other, at most
-  std::size_t prefetch_depth = 1;  // buckets
-  bool overlaps_copies = false;    // as Device::overlaps_copies
+  int nesting = 1;                  // units below the root that enclose each other, at most
+  std::size_t prefetch_depth = 1;   // buckets
+  bool has_prefetch_lists = false;  // the user says which units are gathered ahead
+  bool overlaps_copies = false;     // as Device::overlaps_copies
   std::size_t most_kept_inputs = kAnyBytes;  // as PipelineOptions::most_kept_inputs
   // - The ranks with the same shard: Note [replicas] in core/reduce/reducer.h
   int replicas = 1;

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "core/memory/memory_plan.h"
+#include "core/units/unsharded_together.h"
 
 namespace fsdp {
 
@@ -80,13 +81,19 @@ bool BucketSet::has_other_groups() const {
 // See core/units/merging.h.
 Partition BucketSet::partition(const ForwardOrder& order) const {
   std::vector<MergeTraits> traits;
-  std::vector<int> parents;
   for (const auto& unit : units_) {
     traits.push_back(merge_traits(*unit));
+  }
+  return merge_units(
+      traits, order.is_recorded() ? order.first_events() : events_of_registration(parents()));
+}
+
+std::vector<int> BucketSet::parents() const {
+  std::vector<int> parents;
+  for (const auto& unit : units_) {
     parents.push_back(unit->parent);
   }
-  return merge_units(traits,
-                     order.is_recorded() ? order.first_events() : events_of_registration(parents));
+  return parents;
 }
 
 void BucketSet::compare_ranks(const Partition& partition, const ForwardOrder& order) {
@@ -123,17 +130,31 @@ void BucketSet::form(const Partition& partition, Reducer& reducer) {
   partition_ = partition;
 }
 
+// In order of registration, whatever order forward has run in: ranks may differ in that, and have
+// to allocate the same.
+BucketSets BucketSet::unsharded_together(std::size_t depth) const {
+  std::vector<char> has_slot;
+  for (const auto& bucket : buckets_) {
+    has_slot.push_back(bucket->use().bytes_in_ring() > 0 ? 1 : 0);
+  }
+  return fsdp::unsharded_together(partition_, events_of_registration(parents()), has_slot, depth);
+}
+
 void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph capture cannot allocate buffers. Run a few whole steps before capturing "
              "one.");
   refuse_after_capture(gatherer);
   std::size_t depth = static_cast<std::size_t>(options_.prefetch_depth);
+  bool has_prefetch_lists = false;
   for (const auto& unit : units_) {
     depth = std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()});
+    has_prefetch_lists =
+        has_prefetch_lists || !unit->forward_prefetch.empty() || !unit->backward_prefetch.empty();
   }
   const bool root_reshards = units_.front()->reshard_after_forward;
   gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
+                       has_prefetch_lists ? BucketSets{} : unsharded_together(depth),
                        options_.most_kept_inputs);
   reducer.plan_memory(buckets_);
   planned_depth_ = options_.prefetch_depth;

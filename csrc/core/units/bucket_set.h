@@ -56,6 +56,8 @@ class BucketSet {
   bool any_rank_has_accumulated(BackwardExchange& exchange) const;
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
+  std::vector<int> parents() const;
+  BucketSets unsharded_together(std::size_t depth) const;
   void compare_ranks(const Partition& partition, const ForwardOrder& order);
   void form(const Partition& partition, Reducer& reducer);
   void plan_memory(Gatherer& gatherer, Reducer& reducer);

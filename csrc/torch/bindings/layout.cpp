@@ -92,15 +92,15 @@ py::dict describe(const BucketPlan& plan) {
   }
   py::dict result;
   result["buckets"] = buckets;
-  result["ring_slots"] = plan.gathers.slots;
-  result["ring_slot_bytes"] = plan.gathers.slot_bytes;
+  result["ring_slots"] = plan.gathers.ring.slots;
+  result["ring_slot_bytes"] = plan.gathers.ring.slot_bytes;
+  result["ring_bytes"] = plan.gathers.ring.bytes;
   result["staging_bytes"] = plan.gathers.staging_bytes;
   result["reduce_input_bytes"] = plan.reductions.input_bytes;
   result["packs_ahead"] = plan.reductions.packs_ahead;
   result["reduce_output_bytes"] = plan.reduce_output_bytes;
   result["kept_bytes"] = plan.kept_bytes;
-  result["gather_input_bytes"] = plan.gathers.input_bytes() + plan.gathers.kept_input_bytes;
-  result["keeps_gather_inputs"] = plan.gathers.shared_input == 0;
+  result["gather_input_bytes"] = plan.gathers.kept_input_bytes;
   result["group_shard_bytes"] = plan.group_shard_bytes;
   result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
   result["message_staging_bytes"] = plan.message_staging_bytes;
@@ -181,16 +181,16 @@ void register_layout(py::module_& m) {
   m.def(
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
-         int nesting, std::size_t prefetch_depth, std::size_t most_kept_inputs, int replicas,
-         const std::string& replica_transport) {
+         int nesting, std::size_t prefetch_depth, bool has_prefetch_lists,
+         std::size_t most_kept_inputs, int replicas, const std::string& replica_transport) {
         return describe(
             plan_buckets(units, {usual_traits(transport, on_gpu), nesting, prefetch_depth,
-                                 /*overlaps_copies=*/on_gpu, most_kept_inputs, replicas,
-                                 usual_traits(replica_transport, on_gpu)}));
+                                 has_prefetch_lists, /*overlaps_copies=*/on_gpu, most_kept_inputs,
+                                 replicas, usual_traits(replica_transport, on_gpu)}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
-      py::arg("prefetch_depth"), py::arg("most_kept_inputs"), py::arg("replicas"),
-      py::arg("replica_transport"));
+      py::arg("prefetch_depth"), py::arg("has_prefetch_lists"), py::arg("most_kept_inputs"),
+      py::arg("replicas"), py::arg("replica_transport"));
 }
 
 }  // namespace fsdp

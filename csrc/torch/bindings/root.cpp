@@ -137,11 +137,10 @@ py::dict memory_of(TorchRoot& root) {
     of_buckets += bucket->buffer_bytes();
   }
   py::dict result;
-  result["ring_slots"] = ring != nullptr ? ring->slots() : 0;
-  result["ring_slot_bytes"] = ring != nullptr ? ring->slot_bytes() : 0;
+  result["ring_slots"] = ring != nullptr ? ring->plan().slots : 0;
+  result["ring_slot_bytes"] = ring != nullptr ? ring->plan().slot_bytes : 0;
   result["ring_bytes"] = ring != nullptr ? ring->allocated_bytes() : 0;
   result["staging_bytes"] = root.pipeline().gatherer().staging_bytes();
-  result["gather_input_bytes"] = root.pipeline().gatherer().input_bytes();
   result["reduce_bytes"] = root.pipeline().reducer().buffer_bytes();
   result["bucket_buffer_bytes"] = of_buckets;
   result["message_staging_bytes"] =

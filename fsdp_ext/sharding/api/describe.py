@@ -67,8 +67,8 @@ def _describe(root: Root) -> list[str]:
             f"keeps for that is {size(sum(bucket['group_shard_bytes'] for bucket in buckets))}"
         )
     lines.append(
-        f"{slots} slots of {size(memory['ring_slot_bytes'])} are {size(memory['ring_bytes'])}; "
-        f"without buckets they would be {size(slots * largest)}"
+        f"{slots} slots of up to {size(memory['ring_slot_bytes'])} are "
+        f"{size(memory['ring_bytes'])}; without buckets they would be {size(slots * largest)}"
     )
     return [*table, *map(sentence, lines)]
 

@@ -171,12 +171,12 @@ def fully_shard(
             at most, or more over many ranks, by the latency of the transport.
         prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
-            as large as the largest bucket. With 0, a unit is gathered when it needs its parameters.
+            for one more bucket. With 0, a unit is gathered when it needs its parameters.
             "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
         keep_gather_inputs: whether each rank keeps its shards as it has cast them in forward, to
-            gather them again in backward. Otherwise they are cast for each gather, through buffers
-            of the largest bucket's shard. By default they are kept on the CPU, and on a GPU if they
-            take at most 2% of its memory. Only the root's value is used.
+            gather them again in backward. Otherwise they are cast for each gather, which takes no
+            memory. By default they are kept on the CPU, and on a GPU if they take at most 2% of its
+            memory. Only the root's value is used.
         check_every: the number of steps from one checked step to the next. In a checked step all
             ranks compare gathered parameters, and with hybrid sharding the shards of replicas. A
             difference, or a shard that changed although nothing wrote it, raises RuntimeError at

@@ -269,8 +269,8 @@ struct Setting {
   int group = 0;         // the ranks that units below the root are resharded to; 0: all
   int experts = 0;       // the ranks that share units 2 and 3: Note [several meshes]; 0: all
   bool is_offloaded = false;
-  bool shares_inputs = false;  // Note [gather inputs] in core/gather/gatherer.h
-  bool only_first_shares = false;
+  bool gathers_in_place = false;  // Note [gather inputs] in core/gather/gatherer.h
+  bool only_first_in_place = false;
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -301,8 +301,8 @@ class Rank {
       add_experts(ids, rank, setting);
     }
     PipelineOptions options;
-    const bool shares = setting.shares_inputs || (setting.only_first_shares && number == 0);
-    options.most_kept_inputs = shares ? 0 : kAnyBytes;
+    const bool in_place = setting.gathers_in_place || (setting.only_first_in_place && number == 0);
+    options.most_kept_inputs = in_place ? 0 : kAnyBytes;
     pipeline = std::make_unique<Pipeline>(*lanes, options, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const bool is_expert = setting.is_expert(i);
