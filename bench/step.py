@@ -2,7 +2,10 @@
 
 One GPU (one rank over NCCL) trains 1.0 B parameters with bf16 computation, fp32 parameters and
 AdamW. Each system is built, warmed up, timed and freed, in two rounds. The table shows the median
-over both. "host ms" is the time that the host takes to issue a step to an idle GPU.
+over both. "host ms" is the time that the host takes to issue a step to an idle GPU. "peak GiB" is
+what torch's allocator had allocated at most. "device GiB" is by how much the driver's count of used
+memory has grown after the steps. It also has what torch had reserved in vain, and NCCL's buffers,
+registered ones among them.
 
 On the CPU, one rank trains a small model. Several ranks (--ranks 2) train 21 M parameters with 64
 tokens a rank, in fp32, with AdamW and one thread a rank. All systems are built at the same time and
@@ -142,6 +145,7 @@ class Case:
                     "step_us": as_microseconds(Timing.of(seconds[name])),
                     "host_us": as_microseconds(Timing.of(host)),
                     "peak_bytes": found[-1]["peak_bytes"],
+                    "device_bytes": found[-1]["device_bytes"],
                     "loss": losses[name],
                     "loss_off": losses[name] - losses.get("unsharded", losses[name]),
                     "parameters": found[-1]["parameters"],
@@ -192,6 +196,7 @@ def run_in_turns(
             "parameters": training.parameters,
             "settings": training.sharded.settings,
             "peak_bytes": None,
+            "device_bytes": None,
         }
     return results
 
@@ -232,11 +237,12 @@ def run_on_gpu(case: Case, steps: int, keep: Keep) -> None:
             if name in case.errors:
                 continue
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            before, unused = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
             training = case.start(name)
             if training is not None:
                 result = run_in_turns({name: training}, steps, random.Random(0))[name]
                 result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+                result["device_bytes"] = unused - torch.cuda.mem_get_info()[0]
                 results.setdefault(name, []).append(result)
             del training
             gc.collect()  # frees the system's tensors before the next system is built
@@ -310,7 +316,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = []
     for row in rows:
         if "error" in row:
-            table.append([row["system"], *[""] * (9 + is_compiled), row["error"][:100]])
+            table.append([row["system"], *[""] * (10 + is_compiled), row["error"][:100]])
             continue
         ratios = [row[name] for name in ratio_names]
         table.append(
@@ -320,15 +326,23 @@ def show(rows: list[dict[str, Any]]) -> None:
                 f"{row['step_us']['median'] / 1e3:,.1f}",
                 f"{row['step_us']['low'] / 1e3:,.1f} to {row['step_us']['high'] / 1e3:,.1f}",
                 f"{row['host_us']['median'] / 1e3:,.1f}",
-                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
+                *(
+                    "" if row[name] is None else f"{row[name] / 2**30:.2f}"
+                    for name in ("peak_bytes", "device_bytes")
+                ),
                 *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
                 f"{row['loss']:.4f} ({row['loss_off']:+.0e})",
                 *([f"{row['graphs']}, {row['recompiled']} later"] if is_compiled else []),
                 row["settings"],
             ]
         )
-    header = ["system", "transport", "step ms", "quartiles", "host ms", "peak GiB", "of unsharded"]
-    header += ["of FSDP2", "of eager" if is_compiled else "of best peer", "loss (off)"]
+    header = ["system", "transport", "step ms", "quartiles", "host ms", "peak GiB", "device GiB"]
+    header += [
+        "of unsharded",
+        "of FSDP2",
+        "of eager" if is_compiled else "of best peer",
+        "loss (off)",
+    ]
     header += ["graphs"] * is_compiled + ["settings, or error"]
     print_table(header, table, words_last=True)
 
