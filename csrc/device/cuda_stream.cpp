@@ -254,7 +254,7 @@ class CudaDevice final : public Device {
     load_transfer_kernels();
   }
 
-  const char* name() const override { return "cuda"; }
+  bool is_host() const override { return false; }
   int index() const override { return index_; }
   Stream& compute_stream() override { return compute_; }
   Stream& stream_of(void* native_handle) override {
@@ -305,9 +305,6 @@ class CudaDevice final : public Device {
     FSDP_CUDA_CHECK(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault));
     return {memory, [](void* owned) { cudaFreeHost(owned); }};
   }
-
-  bool overlaps_copies() const override { return true; }
-  bool waits_on_host() const override { return false; }
 
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
     const CudaDeviceGuard guard(index_);

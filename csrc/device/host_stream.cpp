@@ -115,7 +115,7 @@ class HostDevice final : public Device {
   HostDevice(std::chrono::milliseconds timeout, HostStreams streams)
       : timeout_(timeout), streams_(streams), compute_(timeout) {}
 
-  const char* name() const override { return "cpu"; }
+  bool is_host() const override { return true; }
   Stream& compute_stream() override { return compute_; }
 
   std::unique_ptr<Stream> new_stream(const std::string& name) override {

@@ -162,7 +162,9 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  virtual const char* name() const = 0;  // "cpu", "cuda"
+  // Whether this is the host: the caller blocks when the compute stream waits, and a copy takes
+  // time from the work beside it.
+  virtual bool is_host() const = 0;
   virtual int index() const { return 0; }
 
   // The stream that the caller's operators run on. On a GPU it is the framework's current stream,
@@ -253,12 +255,6 @@ class Device {
 
   // Lets the calling thread, which issues no work, query events while another thread captures.
   virtual void allow_event_queries_during_capture() {}
-
-  // Whether a copy on one stream and work on others overlap without slowing each other down much.
-  virtual bool overlaps_copies() const { return false; }
-
-  // Whether the caller blocks when the compute stream waits.
-  virtual bool waits_on_host() const { return true; }
 
   // The limit of a single wait.
   virtual std::chrono::milliseconds timeout() const = 0;

@@ -216,10 +216,10 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOpt
 }
 
 at::Tensor lane_buffer(Lanes& lanes, std::int64_t bytes, const std::string& lane, BufferUse use) {
-  const bool on_host = lanes.device->name() == std::string("cpu");
   const auto device =
-      on_host ? at::Device(at::kCPU)
-              : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(lanes.device->index()));
+      lanes.device->is_host()
+          ? at::Device(at::kCPU)
+          : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(lanes.device->index()));
   return tensor_over(lane_named(lanes, lane).allocate(static_cast<std::size_t>(bytes), use), bytes,
                      device);
 }

@@ -26,7 +26,7 @@ struct Transfer {
 
 class RecordingDevice final : public Device {
  public:
-  const char* name() const override { return "recording"; }
+  bool is_host() const override { return true; }
   Stream& compute_stream() override { return host_->compute_stream(); }
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
     return host_->new_stream(name);

@@ -117,7 +117,7 @@ void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
 void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
   const bool any_missing = std::any_of(units.begin(), units.end(),
                                        [](const auto& unit) { return misses_gradients(*unit); });
-  if (!lanes_.device->is_capturing() && (any_missing || lanes_.device->waits_on_host())) {
+  if (!lanes_.device->is_capturing() && (any_missing || lanes_.device->is_host())) {
     receive();
   }
   if (any_missing) {

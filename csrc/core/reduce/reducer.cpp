@@ -54,7 +54,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   output_.reset(nullptr, 0);
   const bool has_peers = lane_.communicator().size() > 1;
   ReduceMemory memory =
-      plan_reductions(uses_of(buckets), device_.overlaps_copies() && has_peers, has_replicas);
+      plan_reductions(uses_of(buckets), !device_.is_host() && has_peers, has_replicas);
   const bool may_differ = has_several_meshes(buckets);
   memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
   memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
