@@ -351,7 +351,7 @@ def plan_memory(
     nesting: int,
     prefetch_depth: int,
     has_prefetch_lists: bool,
-    most_kept_inputs: int,
+    keeps_gather_inputs: bool,
     replicas: int,
     replica_transport: str,
 ) -> MemoryPlan: ...
@@ -407,7 +407,7 @@ class TorchRoot:
         nesting: int,
         has_peers: bool,
         check_order: bool,
-        most_kept_inputs: int,
+        keeps_gather_inputs: bool,
         when_stale: Callable[[], Callable[..., Any] | None],
         checks: StepChecks | None,
     ) -> None: ...

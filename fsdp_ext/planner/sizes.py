@@ -10,7 +10,6 @@ import torch
 from fsdp_ext import _C
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
-from fsdp_ext.sharding.root.unit_tree import gpu_memory
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def find_buckets(
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
         has_prefetch_lists=root.has_prefetch_lists(),
-        most_kept_inputs=root.most_kept_inputs(gpu_memory(torch.device(device_type))),
+        keeps_gather_inputs=root.keeps_gather_inputs(on_gpu=on_gpu),
         replicas=root.units[0].replicas,
         replica_transport=transports[1],
     )

@@ -98,17 +98,15 @@ TEST(MemoryPlan, ARowThatIsLargerThanAReductionsLimitTravelsAlone) {
   EXPECT_EQ(parts.back().rows, 1);
 }
 
-TEST(MemoryPlan, GatherInputsAreNotKeptIfAllTogetherTakeTooMuch) {
+TEST(MemoryPlan, GatherInputsAreMemoryOnlyIfTheyAreKept) {
   BucketUse small = bucket(512);
   small.buffers.gather_input = 96;
   BucketUse large = bucket(1024);
   large.buffers.gather_input = 600;
   const std::vector<BucketUse> uses = {small, large, bucket(256)};
   const std::size_t all = align_up(96, kRegionAlignment) + align_up(600, kRegionAlignment);
-  EXPECT_EQ(plan_gathers(uses, 2, {}, all).kept_input_bytes, all);
-  EXPECT_TRUE(plan_gathers(uses, 2, {}, all).keeps_inputs);
-  EXPECT_EQ(plan_gathers(uses, 2, {}, all - 1).kept_input_bytes, 0U);
-  EXPECT_FALSE(plan_gathers(uses, 2, {}, all - 1).keeps_inputs);
+  EXPECT_EQ(plan_gathers(uses, 2, {}, /*keeps_inputs=*/true).kept_input_bytes, all);
+  EXPECT_EQ(plan_gathers(uses, 2, {}, /*keeps_inputs=*/false).kept_input_bytes, 0U);
 }
 
 TEST(MemoryPlan, OneRankHasNoMessagesToCut) {

@@ -10,10 +10,10 @@
 //
 // Note [gather inputs]
 // Where the wire has another dtype than the shard, or the shard is in the host's memory, a bucket
-// is sent from a cast copy. If the copies of all buckets fit into `most_kept_inputs`, each bucket
-// keeps its own, and backward sends what forward has cast. Otherwise shards are cast for each
-// gather, to where this rank's part of the output is, and the gather is in place. That takes no
-// memory. It costs one more pass over the shard, in front of the message.
+// is sent from a cast copy. If buckets keep their copies (`keeps_inputs`), backward sends what
+// forward has cast. Otherwise shards are cast for each gather, to where this rank's part of the
+// output is, and the gather is in place. That takes no memory. It costs one more pass over the
+// shard, in front of the message.
 #pragma once
 
 #include <cstddef>
@@ -38,10 +38,10 @@ class Gatherer {
   Gatherer& operator=(const Gatherer&) = delete;
 
   // Allocates a ring for `buckets`, and frees the previous one. No slot may have an owner.
-  // `buckets` lives until the next call. `together`: see plan_gathers. `most_kept_inputs`: Note
-  // [gather inputs].
+  // `buckets` lives until the next call. `together`: see plan_gathers. `keeps_inputs`: Note [gather
+  // inputs].
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
-                   const BucketSets& together, std::size_t most_kept_inputs);
+                   const BucketSets& together, bool keeps_inputs);
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   // Parameters that were gathered earlier are out of date.

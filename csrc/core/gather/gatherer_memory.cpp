@@ -8,16 +8,13 @@
 namespace fsdp {
 
 void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, int slots,
-                           const BucketSets& together, std::size_t most_kept_inputs) {
+                           const BucketSets& together, bool keeps_inputs) {
   const bool may_differ = has_several_meshes(buckets);
   const std::vector<BucketUse> uses = uses_of(buckets);
+  // Ranks allocate inputs together, so none keeps them if one does not.
+  keeps_inputs = lane_.most(keeps_inputs ? 0 : 1, /*may_differ=*/true) == 0;
   GatherMemory memory =
-      plan_gathers(uses, slots, may_differ ? BucketSets{} : together, most_kept_inputs);
-  // Ranks may have different amounts of memory. None keeps inputs if one rank cannot.
-  if (lane_.most(memory.keeps_inputs ? 0 : 1, /*may_differ=*/true) > 0) {
-    memory.keeps_inputs = false;
-    memory.kept_input_bytes = 0;
-  }
+      plan_gathers(uses, slots, may_differ ? BucketSets{} : together, keeps_inputs);
   memory.any_in_pieces = lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0;
   // Work in flight may still use the buffers of the previous plan, and the compute stream reads
   // slots. They are freed first, so that old and new buffers never exist together.

@@ -84,7 +84,7 @@ bool reduces_in_place(const UnitLayout& layout, double post_scale) {
 }
 
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
-                          const BucketSets& together, std::size_t most_kept_inputs) {
+                          const BucketSets& together, bool keeps_inputs) {
   GatherMemory memory;
   std::vector<std::size_t> in_ring;  // the bytes of each bucket's slot
   for (const BucketUse& bucket : buckets) {
@@ -92,12 +92,12 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
     if (bucket.buffers.slot > 0) {
       memory.any_in_pieces = memory.any_in_pieces || bucket.buffers.gathers_in_pieces;
       memory.staging_bytes = std::max(memory.staging_bytes, bucket.buffers.staging);
-      memory.kept_input_bytes += align_up(bucket.buffers.gather_input, kRegionAlignment);
+      memory.kept_input_bytes +=
+          keeps_inputs ? align_up(bucket.buffers.gather_input, kRegionAlignment) : 0;
     }
   }
   memory.ring = plan_ring(in_ring, slots, together);
-  memory.keeps_inputs = memory.kept_input_bytes <= most_kept_inputs;
-  memory.kept_input_bytes = memory.keeps_inputs ? memory.kept_input_bytes : 0;
+  memory.keeps_inputs = keeps_inputs;
   return memory;
 }
 

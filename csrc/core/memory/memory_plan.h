@@ -54,8 +54,6 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
 // write the reduce output.
 bool reduces_in_place(const UnitLayout& layout, double post_scale);
 
-constexpr std::size_t kAnyBytes = static_cast<std::size_t>(-1);
-
 struct BucketUse {
   BucketBuffers buffers;
   bool reshards_after_forward = true;  // otherwise it has a slot of its own
@@ -87,11 +85,10 @@ inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshard
 }
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.
-// `together`: Note [ring places] in core/memory/ring_plan.h; empty if it is not known. Each bucket
-// keeps a gather input of its own if together they take at most `most_kept_inputs` bytes.
+// `together`: Note [ring places] in core/memory/ring_plan.h; empty if it is not known.
+// `keeps_inputs`: Note [gather inputs] in core/gather/gatherer.h.
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
-                          const BucketSets& together = {},
-                          std::size_t most_kept_inputs = kAnyBytes);
+                          const BucketSets& together = {}, bool keeps_inputs = true);
 // `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
 // [replicas] in core/reduce/reducer.h.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,

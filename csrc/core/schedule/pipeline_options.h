@@ -1,9 +1,5 @@
 #pragma once
 
-#include <cstddef>
-
-#include "core/memory/memory_plan.h"
-
 namespace fsdp {
 
 struct PipelineOptions {
@@ -11,9 +7,7 @@ struct PipelineOptions {
   int nesting = 1;          // how many units below the root enclose each other, at most
   bool has_peers = true;    // ranks that are not simulated
   bool check_order = true;  // compare the first iteration's collectives across ranks
-  // Buckets keep their gather inputs if these take at most this many bytes: Note [gather inputs] in
-  // core/gather/gatherer.h.
-  std::size_t most_kept_inputs = kAnyBytes;
+  bool keeps_gather_inputs = true;  // Note [gather inputs] in core/gather/gatherer.h
   bool is_last_backward = true;  // the end of backward waits for all reductions
 };
 

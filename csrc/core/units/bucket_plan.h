@@ -36,8 +36,8 @@ struct BucketPlanOptions {
   int nesting = 1;                  // units below the root that enclose each other, at most
   std::size_t prefetch_depth = 1;   // buckets
   bool has_prefetch_lists = false;  // the user says which units are gathered ahead
-  bool overlaps_copies = false;     // as Device::overlaps_copies
-  std::size_t most_kept_inputs = kAnyBytes;  // as PipelineOptions::most_kept_inputs
+  bool on_host = true;              // as Device::is_host
+  bool keeps_gather_inputs = true;
   // - The ranks with the same shard: Note [replicas] in core/reduce/reducer.h
   int replicas = 1;
   TransportTraits replica_transport;

@@ -155,7 +155,7 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   const bool root_reshards = units_.front()->reshard_after_forward;
   gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
                        has_prefetch_lists ? BucketSets{} : unsharded_together(depth),
-                       options_.most_kept_inputs);
+                       options_.keeps_gather_inputs);
   reducer.plan_memory(buckets_);
   planned_depth_ = options_.prefetch_depth;
 }

@@ -182,14 +182,14 @@ void register_layout(py::module_& m) {
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
          int nesting, std::size_t prefetch_depth, bool has_prefetch_lists,
-         std::size_t most_kept_inputs, int replicas, const std::string& replica_transport) {
+         bool keeps_gather_inputs, int replicas, const std::string& replica_transport) {
         return describe(
             plan_buckets(units, {usual_traits(transport, on_gpu), nesting, prefetch_depth,
-                                 has_prefetch_lists, /*overlaps_copies=*/on_gpu, most_kept_inputs,
+                                 has_prefetch_lists, /*on_host=*/!on_gpu, keeps_gather_inputs,
                                  replicas, usual_traits(replica_transport, on_gpu)}));
       },
       py::arg("units"), py::kw_only(), py::arg("transport"), py::arg("on_gpu"), py::arg("nesting"),
-      py::arg("prefetch_depth"), py::arg("has_prefetch_lists"), py::arg("most_kept_inputs"),
+      py::arg("prefetch_depth"), py::arg("has_prefetch_lists"), py::arg("keeps_gather_inputs"),
       py::arg("replicas"), py::arg("replica_transport"));
 }
 

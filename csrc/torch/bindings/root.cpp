@@ -175,16 +175,16 @@ void register_root(py::module_& m) {
   py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
       .def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
                        int prefetch_depth, int nesting, bool has_peers, bool check_order,
-                       std::size_t most_kept_inputs, py::object when_stale,
+                       bool keeps_gather_inputs, py::object when_stale,
                        std::shared_ptr<StepChecks> checks) {
              return std::make_shared<TorchRoot>(
                  std::move(lanes), std::move(replicas),
-                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order, most_kept_inputs},
+                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order, keeps_gather_inputs},
                  std::move(when_stale), std::move(checks));
            }),
            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
            py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
-           py::arg("most_kept_inputs"), py::arg("when_stale"), py::arg("checks"))
+           py::arg("keeps_gather_inputs"), py::arg("when_stale"), py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &phase)
       .def("reset_iteration",

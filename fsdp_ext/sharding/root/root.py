@@ -38,7 +38,7 @@ from fsdp_ext.sharding.root.parameter_checks import check_parameters
 from fsdp_ext.sharding.root.preparing import preparing
 from fsdp_ext.sharding.root.step_checks import Place, StepChecks, agree
 from fsdp_ext.sharding.root.unit import Unit
-from fsdp_ext.sharding.root.unit_tree import UnitTree, gpu_memory
+from fsdp_ext.sharding.root.unit_tree import UnitTree
 
 
 class Root(UnitTree):
@@ -148,7 +148,7 @@ class Root(UnitTree):
             nesting=self.nesting(),
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
-            most_kept_inputs=self.most_kept_inputs(gpu_memory(self.units[0].device)),
+            keeps_gather_inputs=self.keeps_gather_inputs(on_gpu=self.units[0].device.type == "cuda"),
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
             checks=None if self.checks is None else self.checks.impl,
         )

@@ -15,17 +15,6 @@ from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.settings import DEFAULT_PREFETCH, Decision, RootSettings
 from fsdp_ext.sharding.root.module_state import groups_of
 
-_ANY_BYTES = 2**63
-
-
-def gpu_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU, 80 GB if this machine has none; None for another device."""
-    if device.type != "cuda":
-        return None
-    if not torch.cuda.is_available():
-        return 80 * 10**9
-    return int(torch.cuda.get_device_properties(device).total_memory)
-
 
 class UnitTree:
     """The units under one root module, in order of registration. The first one is the root unit.
@@ -122,16 +111,10 @@ class UnitTree:
             for number, (unit, layout) in enumerate(zip(self.units, layouts, strict=True))
         ]
 
-    def most_kept_inputs(self, device_memory: int | None) -> int:
-        """Return the largest total size of gather inputs that are kept.
-
-        Args:
-            device_memory: the bytes of a rank's GPU; None on the CPU.
-        """
+    def keeps_gather_inputs(self, *, on_gpu: bool) -> bool:
+        """Return whether buckets keep their gather inputs, by default on the CPU alone."""
         keeps = self.units[0].settings.keep_gather_inputs
-        if keeps is None and device_memory is not None:
-            return device_memory // 50
-        return 0 if keeps is False else _ANY_BYTES
+        return not on_gpu if keeps is None else keeps
 
     def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return the C++ settings of one unit: those that buckets and their memory depend on."""

@@ -71,7 +71,7 @@ TEST_P(CudaOffload, ACastIntoASlotFollowsItsReaders) {
   });
 }
 
-TEST(CudaInputs, AreKeptOnNoRankIfOneRankCannotKeepThem) {
+TEST(CudaInputs, AreKeptOnNoRankIfOneRankKeepsNone) {
   Setting setting = offloaded({2, 300, 2, 3});
   setting.only_first_in_place = true;
   on_ranks(setting, [&](Rank& rank, int r) {

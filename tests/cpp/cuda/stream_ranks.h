@@ -302,7 +302,7 @@ class Rank {
     }
     PipelineOptions options;
     const bool in_place = setting.gathers_in_place || (setting.only_first_in_place && number == 0);
-    options.most_kept_inputs = in_place ? 0 : kAnyBytes;
+    options.keeps_gather_inputs = !in_place;
     pipeline = std::make_unique<Pipeline>(*lanes, options, replicas.get());
     for (int i = 0; i <= layers; ++i) {
       const bool is_expert = setting.is_expert(i);
