@@ -324,6 +324,7 @@ class BucketInfo(TypedDict):
 class PlannedBucket(BucketInfo):
     gather_input_bytes: int
     slot_bytes: int
+    gradient_bytes: int
     reshards_after_forward: bool
     needs_cast: bool
     needs_reduce_output: bool
@@ -340,7 +341,7 @@ class MemoryPlan(TypedDict):
     kept_bytes: int
     gather_input_bytes: int
     group_shard_bytes: int
-    gradients_in_flight_bytes: int
+    most_gradient_bytes: int
     message_staging_bytes: int
 
 def plan_memory(

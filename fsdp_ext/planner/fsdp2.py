@@ -3,24 +3,18 @@
 ``fsdp2_peak`` walks through one training step and adds up the tensors that FSDP2 then holds. The
 rules are those of ``torch/distributed/fsdp/_fully_shard`` in torch 2.11 and 2.13. Each rule below
 names the function that it follows. FSDP2 frees tensors when the host has issued what uses them, so
-the sum is what torch's allocator counts as allocated, not as reserved. Modules are taken to run in
-order of registration, as in the rest of the plan.
+the sum is what torch's allocator counts as allocated, not as reserved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from typing import Literal
+from collections.abc import Hashable
 
 from torch import nn
 
+from fsdp_ext.planner.moments import Moment, moments_of
 from fsdp_ext.planner.units import PlannedParam, PlannedRoot, PlannedUnit
-from fsdp_ext.sharding.root.module_state import groups_of
-
-# A moment of forward; backward passes them in reverse. A unit is entered when its first module
-# starts, a parameter is used when its module starts, and a unit is left when its last module ends.
-_Moment = tuple[Literal["enter", "use", "leave"], PlannedUnit, PlannedParam | None]
 
 
 def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
@@ -48,7 +42,7 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
         step.hold("optimizer states", unit, optimizer_states * trained)
-    moments = list(_moments(root))
+    moments = list(moments_of(root))
     step.forward(moments)
     step.backward(moments)
     return step.peak
@@ -59,37 +53,6 @@ def _is_known(unit: PlannedUnit) -> bool:
     has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
     is_usual = asked.reshard_after_backward and asked.unshard_in_backward and not asked.offloads
     return unit.world_size > 1 and unit.is_sharded_by_rows and is_usual and not has_lists
-
-
-def _moments(root: PlannedRoot) -> Iterator[_Moment]:
-    """Return the moments of forward, in order."""
-    of_param = {param.parameter: (unit, param) for unit in root.units for param in unit.params}
-    modules_left = {
-        unit: len(names) for unit, names in zip(root.units, root.module_names(), strict=True)
-    }
-    entered: set[PlannedUnit] = set()
-    visited: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> Iterator[_Moment]:
-        if module in visited:
-            return
-        visited.add(module)
-        units = [unit for unit in groups_of(module) if isinstance(unit, PlannedUnit)]
-        for unit in units:
-            if unit not in entered:
-                yield "enter", unit, None
-            entered.add(unit)
-        for parameter in module.parameters(recurse=False):
-            if parameter in of_param:
-                yield "use", *of_param[parameter]
-        for child in module.children():
-            yield from visit(child)
-        for unit in units:
-            modules_left[unit] -= 1
-            if modules_left[unit] == 0:
-                yield "leave", unit, None
-
-    return visit(root.module)
 
 
 # - Sizes of tensors
@@ -143,7 +106,7 @@ class _Step:
     def _has(self, what: str, of: Hashable) -> bool:
         return (what, of) in self._held
 
-    def forward(self, moments: list[_Moment]) -> None:
+    def forward(self, moments: list[Moment]) -> None:
         """``FSDPState._pre_forward`` and ``_post_forward`` of each unit."""
         used: set[nn.Parameter] = set()
         for kind, unit, param in moments:
@@ -158,7 +121,7 @@ class _Step:
                 self._order.append(unit)
         self._free("all-gather output", self._gathered)
 
-    def backward(self, moments: list[_Moment]) -> None:
+    def backward(self, moments: list[Moment]) -> None:
         """``FSDPState._pre_backward``, ``FSDPParamGroup.post_backward`` and the final callback.
 
         A unit has no backward if nothing that is trained is used before its end. If nothing is

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_ext import _C
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
+from fsdp_ext.planner.gradients import gradients_in_flight
 from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
 
 
@@ -64,12 +65,13 @@ class PlannedMemory:
 
     ``ring_slot`` is the size of the largest slot, and ``ring`` that of the whole ring.
     ``group_shards`` is what units with ``reshard_after_forward=k`` keep for backward.
-    ``gradients_in_flight`` is the most that unsharded gradients take before they are packed. The
-    figures assume that each backward reduces and that gradients are set to None between steps.
-    Adding to existing gradients needs the reduce output, too, and units that accumulate without
-    reducing need a reduce input of their own. ``on_host`` is what offloaded units have in the
-    host's memory, and not on the GPU: shards, gradients and optimizer states. ``fsdp2_peak`` is the
-    peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is not computed.
+    ``gradients_in_flight`` is the most that unsharded gradients take at once
+    (``planner/gradients.py``). The figures assume that each backward reduces and that gradients are
+    set to None between steps. Adding to existing gradients needs the reduce output, too, and units
+    that accumulate without reducing need a reduce input of their own. ``on_host`` is what offloaded
+    units have in the host's memory, and not on the GPU: shards, gradients and optimizer states.
+    ``fsdp2_peak`` is the peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is
+    not computed.
     """
 
     shards: int
@@ -208,7 +210,7 @@ def memory_of(
         reduce_input=found["reduce_input_bytes"],
         reduce_output=found["reduce_output_bytes"],
         kept_unsharded=found["kept_bytes"],
-        gradients_in_flight=found["gradients_in_flight_bytes"],
+        gradients_in_flight=gradients_in_flight(root, found),
         message_staging=found["message_staging_bytes"],
         on_host=on_host,
         fsdp2_peak=fsdp2_peak(root, optimizer_states),

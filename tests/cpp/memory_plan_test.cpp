@@ -179,12 +179,33 @@ TEST(MemoryPlan, ReductionsWriteTheGradientIfNothingIsCastOrScaled) {
   EXPECT_FALSE(reduces_in_place(UnitLayout({spec(4, 4)}, 2, DType::Float32, DType::BFloat16), 1.0));
 }
 
-TEST(MemoryPlan, GradientsInFlightAreThoseOfThreeBucketsAndTheirParents) {
-  EXPECT_EQ(gradients_in_flight({}, {}), 0U);
-  EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, -1, -1, -1, -1}), 11100U);
-  // Bucket 0 encloses all others, bucket 1 encloses the next two.
-  EXPECT_EQ(gradients_in_flight({1, 10, 100, 1000, 10000}, {-1, 0, 1, 1, 0}), 11111U);
-  EXPECT_EQ(gradients_in_flight({7}, {-1}), 7U);
+TEST(MemoryPlan, GradientsTakeAsMuchAsTheLargestBucketOrTwoTypicalOnes) {
+  const auto most = [](const std::vector<std::size_t>& of_buckets) {
+    std::vector<BucketUse> uses;
+    for (const std::size_t bytes : of_buckets) {
+      uses.push_back(bucket(256));
+      uses.back().buffers.gradients = bytes;
+    }
+    return plan_reductions(uses, /*may_pack_ahead=*/false).most_gradients;
+  };
+  EXPECT_EQ(most({}), 0U);
+  EXPECT_EQ(most({7}), 14U);
+  EXPECT_EQ(most({10, 10, 15, 10}), 20U);
+  EXPECT_EQ(most({10, 10, 10, 35}), 35U);
+  EXPECT_EQ(most({10, 10, 35, 35}), 70U);      // large ones are typical
+  EXPECT_EQ(most({10, 0, 35, 0, 0, 0}), 70U);  // frozen buckets do not count
+  EXPECT_EQ(most({35, 1, 10, 10, 10, 10, 10, 35}), 35U);
+}
+
+TEST(MemoryPlan, GradientsAreAsLargeAsAutogradMakesThem) {
+  ParamSpec half = spec(4, 6);
+  half.param_dtype = DType::BFloat16;
+  ParamSpec own = half;
+  own.unsharded_grad_dtype = DType::Float32;
+  ParamSpec frozen = half;
+  frozen.trainable = false;
+  const UnitLayout layout({half, own, frozen}, 3, DType::Float32, DType::Float32);
+  EXPECT_EQ(buffers_of(layout, GatherBy::Packing, both(0)).gradients, 24U * 2 + 24U * 4);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "core/memory/memory_plan.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "base/align.h"
 
@@ -23,6 +24,34 @@ std::size_t most_packed(const UnitLayout& layout, const std::vector<LayoutPart>&
     packed = std::max(packed, layout.gather_plan(by, part).packed_bytes);
   }
   return packed * static_cast<std::size_t>(layout.world_size());
+}
+
+std::size_t gradient_bytes(const UnitLayout& layout) {
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  std::size_t trained = 0;
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < layout.params().size(); ++i) {
+    if (layout.params()[i].trainable) {
+      bytes += static_cast<std::size_t>(layout.placements()[i].numel) * itemsize(dtypes[trained++]);
+    }
+  }
+  return bytes;
+}
+
+// The larger of the largest bucket's and twice the typical bucket's. At most a quarter of the
+// buckets with gradients are larger than the typical one, so few buckets wait.
+std::size_t most_gradients(const std::vector<BucketUse>& buckets) {
+  std::vector<std::size_t> bytes;
+  for (const BucketUse& bucket : buckets) {
+    if (bucket.buffers.gradients > 0) {
+      bytes.push_back(bucket.buffers.gradients);
+    }
+  }
+  if (bytes.empty()) {
+    return 0;
+  }
+  std::sort(bytes.begin(), bytes.end(), std::greater<>());
+  return std::max(bytes.front(), 2 * bytes[bytes.size() / 4]);
 }
 
 }  // namespace
@@ -49,6 +78,8 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
   buffers.slot = layout.is_identity() ? 0 : layout.unsharded_bytes();
   buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
   buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
+
+  buffers.gradients = gradient_bytes(layout);
 
   const std::vector<LayoutPart> gathers = gather_parts(layout, limits);
   std::size_t packed = most_packed(layout, gathers, by);
@@ -126,23 +157,6 @@ ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pac
     memory.input_bytes = align_up(memory.input_bytes, 2 * kRegionAlignment);
   }
   return memory;
-}
-
-std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
-                                const std::vector<int>& parents) {
-  std::size_t most = 0;
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    std::size_t alive = 0;
-    const std::size_t end = std::min(bytes.size(), i + 1 + kGradientsInFlight);
-    for (std::size_t j = i; j < end; ++j) {  // the last to run before bucket i
-      alive += bytes[j];
-    }
-    for (int parent = parents[i]; parent >= 0; parent = parents[static_cast<std::size_t>(parent)]) {
-      alive += bytes[static_cast<std::size_t>(parent)];
-    }
-    most = std::max(most, alive);
-  }
-  return most;
 }
 
 }  // namespace fsdp

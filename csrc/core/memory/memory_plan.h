@@ -19,6 +19,7 @@ struct BucketBuffers {
   std::size_t group_shard = 0;   // kept between forward and backward: Note [group shards]
   std::size_t reduce_input = 0;
   std::size_t reduce_output = 0;
+  std::size_t gradients = 0;        // unsharded, of all its trainable parameters
   std::size_t gather_messages = 1;  // of gathers over all ranks
   bool gathers_in_pieces = false;   // over all ranks or over a smaller group
   std::size_t reduce_messages = 1;
@@ -75,6 +76,9 @@ struct ReduceMemory {
   std::size_t output_bytes = 0;
   bool any_in_pieces = false;
   bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
+  // Of unsharded gradients: those of a bucket that runs and those in flight together. Note
+  // [gradient lifetime] in core/reduce/reducer.h.
+  std::size_t most_gradients = 0;
 };
 
 // One slot for each bucket that can be in use at once, and one for each prefetch. `nesting` is how
@@ -93,16 +97,5 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
 // [replicas] in core/reduce/reducer.h.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
                              bool has_replicas = false);
-
-// At most this many buckets have gradients that are not known to be packed: Note [gradient
-// lifetime] in core/reduce/reducer.h.
-constexpr std::size_t kGradientsInFlight = 2;
-
-// The most bytes of unsharded gradients that are alive at once if buckets run in order: those of a
-// complete bucket, those in flight, and those of the buckets that enclose it, which may have come
-// before. `bytes` has the bytes of each bucket's gradients. `parents` has, for each bucket, the
-// number of the bucket that encloses it (lower than its own), or -1.
-std::size_t gradients_in_flight(const std::vector<std::size_t>& bytes,
-                                const std::vector<int>& parents);
 
 }  // namespace fsdp

@@ -60,6 +60,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
   packs_ahead_ = memory.packs_ahead;
+  most_gradients_ = memory.most_gradients;
   if (packs_ahead_) {
     lane_.make_copy_streams();
   }
@@ -106,7 +107,16 @@ void Reducer::note_arrival(Bucket& bucket) {
   }
 }
 
+void Reducer::make_room(const Bucket& bucket) {
+  if (!packed_gradients_.empty() &&
+      packed_gradients_.front().bucket->buffers.gradients + bucket.buffers.gradients >
+          most_gradients_) {
+    free_packed_gradients(/*measures_wait=*/true);
+  }
+}
+
 void Reducer::pack_and_reduce(Bucket& bucket) {
+  free_packed_gradients(/*measures_wait=*/true);
   follow_arrivals(bucket);
   pack_and_reduce_by_setting(bucket);
   bucket.reduction.arrived_on_.clear();
@@ -357,7 +367,8 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
       }
     }
   }
-  free_packed_gradients(0);
+  // Not a wait of its own: the compute stream has waited for the reductions.
+  free_packed_gradients(/*measures_wait=*/false);
   check_hooks(buckets);
 }
 
@@ -376,7 +387,7 @@ void Reducer::settle(Bucket& bucket) {
     bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
   }
   forget_hook_errors(bucket);
-  free_packed_gradients(0);
+  free_packed_gradients(/*measures_wait=*/false);
 }
 
 void Reducer::discard(Bucket& bucket) {

@@ -25,8 +25,11 @@
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
 // lane. They are freed after the compute stream, to whose allocator they return, has waited for
 // the packing. So no allocator has to know the other stream, and the host does not wait. The wait
-// is issued with the gradients of the bucket after the next one, which bounds how many gradients
-// are in flight.
+// is issued when the next bucket is complete, so at most one complete bucket has gradients in
+// flight while those of the next one arrive. If both together would be more than
+// ReduceMemory::most_gradients, the wait is issued when backward enters the next bucket, or returns
+// to it from a unit inside, before autograd makes these gradients. That is so around a few large
+// buckets, such as an embedding. Each rank decides by itself.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
@@ -46,11 +49,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <vector>
 
 #include "core/lanes.h"
+#include "core/memory/memory_plan.h"
 #include "core/memory/pieces.h"
 #include "core/record/ledger.h"
 #include "core/reduce/nonfinite_gradients.h"
@@ -81,6 +84,9 @@ class Reducer {
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
   // streams].
   void note_arrival(Bucket& bucket);
+  // Autograd makes gradients of the bucket from now on. Frees earlier ones if there would be too
+  // many: Note [gradient lifetime].
+  void make_room(const Bucket& bucket);
   // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
   // gradients, reduces over the ranks and sets the sharded gradients. For the other units, it
   // accumulates.
@@ -195,7 +201,7 @@ class Reducer {
 
   void clear_accumulated(Bucket& bucket, const Units& units);
   void collect_gradients(Bucket& bucket, const Units& units);
-  void free_packed_gradients(std::size_t keep);
+  void free_packed_gradients(bool measures_wait);
   void wait_for_packing(const PackedGradients& gradients, void* stream);
 
   Device& device_;
@@ -210,10 +216,11 @@ class Reducer {
   std::size_t messages_ahead_ = 0;  // so far, if it packs ahead: they use the halves in turns
   HalvedBuffer output_;             // allocated when first needed; one half without replicas
   std::size_t output_bytes_ = 0;
-  std::size_t outputs_used_ = 0;  // so far; they use the halves in turns
-  std::deque<PackedGradients> packed_gradients_;
-  std::uint64_t packings_ = 0;       // so far
-  std::uint64_t first_packing_ = 1;  // of the last backward
+  std::size_t outputs_used_ = 0;                   // so far; they use the halves in turns
+  std::vector<PackedGradients> packed_gradients_;  // of one bucket
+  std::size_t most_gradients_ = kAnyBytes;         // bytes
+  std::uint64_t packings_ = 0;                     // so far
+  std::uint64_t first_packing_ = 1;                // of the last backward
   NonfiniteGradients nonfinite_;
 };
 

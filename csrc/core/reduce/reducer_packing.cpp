@@ -82,7 +82,6 @@ void Reducer::release_input(const Bucket& bucket, std::size_t half) {
 
 // See Note [gradient lifetime].
 void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
-  free_packed_gradients(kGradientsInFlight - 1);
   std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
   void* const stream = device_.compute_stream().native_handle();
   packed_gradients_.push_back({&bucket, stream, {}, {}});
@@ -103,23 +102,25 @@ void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   }
 }
 
-// Keeps the newest `keep`.
-void Reducer::free_packed_gradients(std::size_t keep) {
-  while (packed_gradients_.size() > keep) {
-    const PackedGradients& oldest = packed_gradients_.front();
-    const Bucket& bucket = *oldest.bucket;
-    if (keep > 0) {
-      ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
-                   bucket.numbers());
-    } else {  // not a wait of its own: the compute stream has waited for the reductions
-      device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
-    }
-    wait_for_packing(oldest, oldest.packed_by);
-    for (void* const stream : oldest.other_streams) {
-      wait_for_packing(oldest, stream);
-    }
-    packed_gradients_.pop_front();
+// They are those of one bucket, whose event tells when all of them are packed.
+void Reducer::free_packed_gradients(bool measures_wait) {
+  if (packed_gradients_.empty()) {
+    return;
   }
+  const Bucket& bucket = *packed_gradients_.front().bucket;
+  if (measures_wait) {
+    ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
+                 bucket.numbers());
+  } else {
+    device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
+  }
+  for (const PackedGradients& gradients : packed_gradients_) {
+    wait_for_packing(gradients, gradients.packed_by);
+    for (void* const stream : gradients.other_streams) {
+      wait_for_packing(gradients, stream);
+    }
+  }
+  packed_gradients_.clear();
 }
 
 // See Note [gradients of several streams].

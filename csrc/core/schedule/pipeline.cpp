@@ -297,6 +297,7 @@ void Pipeline::take(const BackwardStep& step) {
     case BackwardAction::Pass:
       reduction_order_.advance();
       reshard_in_backward(unit);
+      return_to_enclosing();
       return;
     case BackwardAction::Recompute:
       reduction_order_.advance();
@@ -311,8 +312,17 @@ void Pipeline::gather_in_backward(Unit& unit) {
     gatherer_.unshard(unit, /*on_demand=*/true);
   }
   prefetch_backward(unit);
+  reducer_.make_room(*unit.bucket);
   const bool has_waited = !unit.gather.is_sharded() && gatherer_.attach(unit);
   begin_computing(unit, Work::UnitBackward, has_waited);
+}
+
+// Backward has passed a unit. Parameters of the unit around it may come next.
+void Pipeline::return_to_enclosing() {
+  const std::vector<BackwardStep>& steps = backward_order_.steps();
+  if (!steps.empty() && steps.back().action == BackwardAction::Pass) {
+    reducer_.make_room(*this->unit(steps.back().unit).bucket);
+  }
 }
 
 void Pipeline::reshard_in_backward(Unit& unit) {

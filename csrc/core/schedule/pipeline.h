@@ -140,6 +140,7 @@ class Pipeline {
   void take_steps(std::size_t count);
   void take(const BackwardStep& step);
   void gather_in_backward(Unit& unit);
+  void return_to_enclosing();
   void reshard_in_backward(Unit& unit);
   void recompute(Unit& unit);
   void begin_times();

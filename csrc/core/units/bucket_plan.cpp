@@ -11,18 +11,6 @@
 namespace fsdp {
 namespace {
 
-std::size_t gradient_bytes(const UnitLayout& layout) {
-  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
-  std::size_t trained = 0;
-  std::size_t bytes = 0;
-  for (std::size_t i = 0; i < layout.params().size(); ++i) {
-    if (layout.params()[i].trainable) {
-      bytes += static_cast<std::size_t>(layout.placements()[i].numel) * itemsize(dtypes[trained++]);
-    }
-  }
-  return bytes;
-}
-
 PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vector<int>& numbers,
                           const BucketPlanOptions& options) {
   const GatherBy by = options.transport.gather_by;
@@ -66,24 +54,6 @@ std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
     buckets.push_back(plan_bucket(units, numbers, options));
   }
   return buckets;
-}
-
-std::size_t gradients_in_flight(const std::vector<PlannedBucket>& buckets,
-                                const std::vector<int>& parents) {
-  std::vector<int> bucket_of(parents.size(), -1);
-  for (std::size_t i = 0; i < buckets.size(); ++i) {
-    for (const int unit : buckets[i].units) {
-      bucket_of[static_cast<std::size_t>(unit)] = static_cast<int>(i);
-    }
-  }
-  std::vector<std::size_t> bytes;
-  std::vector<int> enclosing;
-  for (const PlannedBucket& bucket : buckets) {
-    const int parent = parents[static_cast<std::size_t>(bucket.units.front())];
-    bytes.push_back(gradient_bytes(bucket.layout));
-    enclosing.push_back(parent < 0 ? -1 : bucket_of[static_cast<std::size_t>(parent)]);
-  }
-  return fsdp::gradients_in_flight(bytes, enclosing);
 }
 
 BucketSets together(const std::vector<PlannedBucket>& buckets, const std::vector<int>& parents,
@@ -142,7 +112,6 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
       message_staging_bytes(options.transport, units.front().layout.world_size()) +
       message_staging_of_groups(units, options.transport) +
       (has_replicas ? message_staging_bytes(options.replica_transport, options.replicas) : 0);
-  plan.gradients_in_flight_bytes = gradients_in_flight(plan.buckets, parents);
   return plan;
 }
 

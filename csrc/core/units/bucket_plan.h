@@ -27,7 +27,6 @@ struct BucketPlan {
   std::size_t reduce_output_bytes = 0;  // 0 if all reductions write flat gradients
   std::size_t kept_bytes = 0;           // of buckets that stay unsharded after forward
   std::size_t group_shard_bytes = 0;    // Note [group shards]
-  std::size_t gradients_in_flight_bytes = 0;
   std::size_t message_staging_bytes = 0;
 };
 

@@ -78,6 +78,7 @@ py::dict describe(const PlannedBucket& bucket) {
   result["reshard_group"] = bucket.reshard_group;
   result["gather_input_bytes"] = buffers.gather_input;
   result["slot_bytes"] = buffers.slot;
+  result["gradient_bytes"] = buffers.gradients;
   result["group_shard_bytes"] = buffers.group_shard;
   result["reshards_after_forward"] = bucket.use.reshards_after_forward;
   result["needs_cast"] = bucket.layout.needs_cast();
@@ -102,7 +103,7 @@ py::dict describe(const BucketPlan& plan) {
   result["kept_bytes"] = plan.kept_bytes;
   result["gather_input_bytes"] = plan.gathers.kept_input_bytes;
   result["group_shard_bytes"] = plan.group_shard_bytes;
-  result["gradients_in_flight_bytes"] = plan.gradients_in_flight_bytes;
+  result["most_gradient_bytes"] = plan.reductions.most_gradients;
   result["message_staging_bytes"] = plan.message_staging_bytes;
   return result;
 }

@@ -301,6 +301,60 @@ TEST(CudaReductions, GradientsMayArriveOnSeveralStreams) {
   }
 }
 
+// See Note [gradient lifetime]. Where the packing is late, a missing wait overwrites gradients that
+// it still reads.
+void expect_live_gradients(Setting setting, std::size_t units, std::size_t large_units) {
+  for (const bool reduces : {true, false}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      const auto delay_packing = [&rank](int) {
+        rank.lanes->device->delay(rank.lanes->reduce.before(), std::chrono::milliseconds(3));
+      };
+      rank.step(static_cast<float>(r + 1), mean_of(2, 0));
+      if (!reduces) {
+        for (int i = 0; i < static_cast<int>(rank.units.size()); ++i) {
+          set_requires_gradient_sync(*rank.pipeline, i, false);
+        }
+        rank.backward(rank.forward(), 3.0F, delay_packing);  // it allocates
+      }
+      live_gradients.most = 0;
+      rank.backward(rank.forward(), static_cast<float>(r + 2), delay_packing);
+      std::size_t unit_bytes = 0;
+      for (const std::int64_t rows : kRows) {
+        unit_bytes += static_cast<std::size_t>(rows * kColumns) * sizeof(float);
+      }
+      const auto times = static_cast<std::size_t>(setting.times_rows);
+      EXPECT_EQ(live_gradients.most, (units + times * large_units) * unit_bytes);
+      EXPECT_EQ(live_gradients.bytes, 0U);
+      for (int i = 0; !reduces && i < static_cast<int>(rank.units.size()); ++i) {
+        set_requires_gradient_sync(*rank.pipeline, i, true);
+      }
+      if (!reduces) {
+        rank.backward(rank.forward(), 1.0F, delay_packing);
+      }
+      for (auto& unit : rank.units) {
+        unit->read_gradients(mean_of(2, 1) + (reduces ? 0.0F : 4.0F));
+        unit->zero_grad();
+      }
+    });
+  }
+}
+
+TEST(CudaReductions, GradientsOfOneBucketAreInFlightWhileThoseOfTheNextArrive) {
+  expect_live_gradients({2, kDirectBytes}, 2, 0);
+}
+
+// A large bucket comes first, between others, last, or around all others.
+TEST(CudaReductions, GradientsOfALargeBucketAreAliveAlone) {
+  for (const int large : {4, 2, 1, 0}) {
+    SCOPED_TRACE(large);
+    Setting setting{2, kDirectBytes};
+    setting.large = large;
+    expect_live_gradients(setting, 0, 1);
+    setting.message_rows = 9;  // in pieces
+    expect_live_gradients(setting, 0, 1);
+  }
+}
+
 // A message that is late reads what earlier backwards have accumulated, and the next backward
 // accumulates again. The compute stream waits for the last backward's reductions alone.
 TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasReadThem) {

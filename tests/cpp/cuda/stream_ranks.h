@@ -53,6 +53,24 @@ inline std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
           }};
 }
 
+// Of gradients that this thread has allocated and not freed.
+struct LiveGradients {
+  std::size_t bytes = 0;
+  std::size_t most = 0;
+};
+inline thread_local LiveGradients live_gradients;
+
+inline std::shared_ptr<void> allocate_gradient(std::size_t bytes) {
+  live_gradients.bytes += bytes;
+  live_gradients.most = std::max(live_gradients.most, live_gradients.bytes);
+  std::shared_ptr<void> memory = allocate(0, bytes);
+  void* const address = memory.get();
+  return {address, [bytes, memory = std::move(memory)](void*) mutable {
+            live_gradients.bytes -= bytes;
+            memory.reset();
+          }};
+}
+
 // Another stream of the framework is the current one.
 class OnStream {
  public:
@@ -160,7 +178,7 @@ class StreamUnit final : public UnitPort {
     const auto numel = static_cast<std::size_t>(layout_.placements()[param].numel);
     std::shared_ptr<void>& memory = gradients_[param];
     if (kept_.empty()) {
-      memory = allocate(0, numel * sizeof(float));
+      memory = allocate_gradient(numel * sizeof(float));
     } else {
       memory = kept_[param];
     }
@@ -250,11 +268,11 @@ class StreamUnit final : public UnitPort {
 // - One rank
 
 inline UnitLayout make_layout(int world_size, const std::string& prefix, std::size_t direct_bytes,
-                              bool is_offloaded) {
+                              bool is_offloaded, int times_rows = 1) {
   std::vector<ParamSpec> params(kParams);
   for (std::size_t i = 0; i < kParams; ++i) {
     params[i].name = prefix + std::to_string(i);
-    params[i].rows = kRows[kParams - 1 - i];  // large ones first
+    params[i].rows = times_rows * kRows[kParams - 1 - i];  // large ones first
     params[i].row_numel = kColumns;
   }
   return {params, world_size, DType::Float32, DType::Float32, direct_bytes, is_offloaded};
@@ -271,6 +289,8 @@ struct Setting {
   bool is_offloaded = false;
   bool gathers_in_place = false;  // Note [gather inputs] in core/gather/gatherer.h
   bool only_first_in_place = false;
+  int large = -1;      // a unit that is larger than the others
+  int times_rows = 5;  // by so much
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -308,7 +328,8 @@ class Rank {
       const bool is_expert = setting.is_expert(i);
       const int size = is_expert ? setting.experts : setting.world_size;
       const std::string name = "unit" + std::to_string(i);
-      const UnitLayout layout = make_layout(size, name, setting.direct_bytes, setting.is_offloaded);
+      const UnitLayout layout = make_layout(size, name, setting.direct_bytes, setting.is_offloaded,
+                                            i == setting.large ? setting.times_rows : 1);
       units.push_back(std::make_unique<StreamUnit>(i, layout, rank % size, wrong));
       UnitConfig config{name, layout};
       config.mesh = is_expert ? 1 : 0;
