@@ -89,6 +89,7 @@ class UnitSettings:
     post_scale: float
     bucket_bytes: int
     is_unmergeable: bool
+    reads_whole_output: bool
     is_summoned: bool
     forward_prefetch: list[int]
     backward_prefetch: list[int]

@@ -40,7 +40,7 @@ class Stage:
         gather_messages: number of messages of its gather; each costs one latency.
         reduce_messages: number of messages of its reduction.
         all_reduce_bytes: size of its all-reduce over replicas, of one rank. With 0 there is none.
-        reduces_in_place: whether its reduction writes the flat gradient. With replicas, reductions
+        reduces_in_place: whether its reduction writes the flat gradient. With replicas, messages
             that do not do so take turns with two outputs.
 
     Raises:
@@ -384,18 +384,18 @@ class _Reductions:
         self, sums: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
     ) -> None:
         """Issue each message of a reduction, and its all-reduce behind it."""
-        if not stage.reduces_in_place and len(self._outputs) == 2:
-            after = [*after, self._outputs[0]]
         count = stage.reduce_messages
         for _ in range(count):
+            needs_output = not stage.reduces_in_place
+            free = [self._outputs[0]] if needs_output and len(self._outputs) == 2 else []
             reduced = self._wire.issue(
-                stage.name, 1, stage.reduce_bytes / count, copies / count, after
+                stage.name, 1, stage.reduce_bytes / count, copies / count, [*after, *free]
             )
             nbytes = 2 * stage.all_reduce_bytes / count
             summed = sums.issue(stage.name, 1, nbytes, 0.0, [reduced])
+            if needs_output:
+                self._outputs.append(summed)
         self._last.append(reduced)
-        if not stage.reduces_in_place:
-            self._outputs.append(summed)
 
 
 @dataclass(frozen=True)

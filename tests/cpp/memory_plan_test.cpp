@@ -173,6 +173,28 @@ TEST(MemoryPlan, PackingAheadNeedsTwoInputsOfTheLargestMessage) {
   EXPECT_EQ(plan_reductions({whole, bucket(256)}, true).input_bytes, 8 * 272U);
 }
 
+TEST(MemoryPlan, TheReduceOutputIsThatOfAMessageOrOfTwo) {
+  const BucketUse whole{buffers_of(two_parameters(8), GatherBy::Packing, both(0)), true};
+  BucketUse cut{buffers_of(two_parameters(8), GatherBy::Packing, both(256)), true};
+  EXPECT_EQ(cut.buffers.reduce_output, 192U);
+  EXPECT_EQ(cut.buffers.message_output, 32U);
+  const auto output = [](const std::vector<BucketUse>& uses, bool has_replicas) {
+    return plan_reductions(uses, /*may_pack_ahead=*/true, has_replicas).output_bytes;
+  };
+  EXPECT_EQ(output({whole, whole}, false), 192U);
+  EXPECT_EQ(output({whole, whole}, true), 2 * 256U);
+  EXPECT_EQ(output({cut, cut}, false), 2 * 256U);
+  EXPECT_EQ(output({cut, cut}, true), 2 * 256U);
+  const UnitLayout large({spec(8 * 100, 8)}, 8, DType::Float32, DType::Float32);
+  BucketUse pieces{buffers_of(large, GatherBy::Packing, both(2560)), true};
+  ASSERT_EQ(pieces.buffers.reduce_messages, 10U);
+  EXPECT_EQ(output({pieces, cut}, false), 2 * 512U);
+  cut.reads_whole_output = true;
+  EXPECT_EQ(output({pieces, cut}, false), 2 * 512U);
+  pieces.reads_whole_output = true;
+  EXPECT_EQ(output({pieces, cut}, false), 7 * 512U);  // 3200 bytes
+}
+
 TEST(MemoryPlan, ReductionsWriteTheGradientIfNothingIsCastOrScaled) {
   EXPECT_TRUE(reduces_in_place(two_parameters(2), 1.0));
   EXPECT_FALSE(reduces_in_place(two_parameters(2), 0.5));

@@ -205,6 +205,8 @@ NOT_SEEN = {
     "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
+    "core/reduce/reducer.cpp prepare_output: lane_.synchronize();": NO_TEST,
+    "core/reduce/reducer.cpp prepare_output: replicas_.lane->synchronize();": NO_TEST,
     "core/reduce/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,

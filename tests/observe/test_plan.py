@@ -153,6 +153,26 @@ def test_two_ranks_have_what_was_planned(settings: str) -> None:
     assert run_ranks(_trains_as_planned, 2, settings, transports) == [2 * len(SUBJECTS)] * 2
 
 
+def _a_hook_reads_a_whole_unit() -> None:
+    planned = []
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)  # nothing is reduced in place
+    for has_hook in (False, True):
+        model: Any = models.Transformer()
+        fully_shard(model, mp_policy=policy, max_message_bytes=1000, bucket_bytes=0)
+        if has_hook:
+            model.set_all_reduce_hook(lambda gradients: gradients.mul_(2))
+        planned.append(plan(model))
+        expect_as_planned(model, train(model), planned[-1])
+    without, with_hook = (each.memory.reduce_output for each in planned)
+    root = planned[1].buckets[0]
+    assert root.reduce_messages > 2
+    assert without < root.reduce // 2 <= with_hook < root.reduce // 2 + 512
+
+
+def test_a_hook_on_a_unit_in_pieces_needs_its_whole_output() -> None:
+    run_ranks(_a_hook_reads_a_whole_unit, 2)
+
+
 HYBRID = [models.NestedUnits, models.Transformer, models.FrozenUnit, models.FewRows]
 
 

@@ -392,13 +392,14 @@ UnpackPlan UnitLayout::keep_plan(int rank) const {
 
 CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
   CastPlan plan;
+  const std::int64_t first = first_gradient(part);
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
       const std::int64_t begin = part.first_row * params_[i].row_numel;
       const DType grad_dtype = grad_dtype_of(params_[i]);
       plan.entries.push_back(
-          {static_cast<std::size_t>(place.grad_offset + begin) * itemsize(reduce_dtype_),
+          {static_cast<std::size_t>(place.grad_offset + begin - first) * itemsize(reduce_dtype_),
            place.flat_gradient_offset + static_cast<std::size_t>(begin) * itemsize(grad_dtype),
            part.is_of_rows() ? part.rows * params_[i].row_numel : place.chunk_numel, reduce_dtype_,
            grad_dtype});

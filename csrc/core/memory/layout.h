@@ -195,9 +195,9 @@ class UnitLayout {
   std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
   LayoutPart whole() const { return {0, params_.size()}; }
 
-  // Descriptors for the packer. Offsets are those of the whole unit, except in pack_plan, whose
-  // segments are the part's. The entries of pack_plan and finish_plan are the part's trainable
-  // parameters in order.
+  // Descriptors for the packer. Offsets are those of the whole unit, except in the segments that
+  // pack_plan writes and finish_plan reads, which are the part's. The entries of pack_plan and
+  // finish_plan are the part's trainable parameters in order.
   PackPlan pack_plan(const LayoutPart& part) const;
   GatherPlan gather_plan(GatherBy by, const LayoutPart& part) const;
   CastPlan shard_to_gather_plan(const LayoutPart& part) const;

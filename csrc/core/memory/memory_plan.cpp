@@ -78,7 +78,6 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
   buffers.slot = layout.is_identity() ? 0 : layout.unsharded_bytes();
   buffers.gather_input = layout.needs_cast() && ranks > 1 ? layout.gather_bytes() : 0;
   buffers.reduce_output = static_cast<std::size_t>(layout.grad_numel()) * element;
-
   buffers.gradients = gradient_bytes(layout);
 
   const std::vector<LayoutPart> gathers = gather_parts(layout, limits);
@@ -103,6 +102,7 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
     segment = std::max(segment, static_cast<std::size_t>(layout.pack_plan(part).segment_numel));
   }
   buffers.reduce_messages = reductions.size();
+  buffers.message_output = segment * element;
   buffers.reduce_input = segment * ranks * element;
   if (reductions.size() > 1) {
     buffers.reduce_input = 2 * align_up(buffers.reduce_input, kRegionAlignment);
@@ -138,6 +138,7 @@ ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pac
   ReduceMemory memory;
   std::size_t messages = 0;
   std::size_t largest = 0;  // message
+  std::size_t whole = 0;    // the largest output that is read as a whole
   for (const BucketUse& bucket : buckets) {
     const BucketBuffers& buffers = bucket.buffers;
     const std::size_t of_bucket = buffers.reduce_messages;
@@ -145,10 +146,13 @@ ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pac
     largest = std::max(largest, buffers.reduce_input / halves(of_bucket));
     memory.any_in_pieces = memory.any_in_pieces || of_bucket > 1;
     memory.input_bytes = std::max(memory.input_bytes, buffers.reduce_input);
-    memory.output_bytes = std::max(memory.output_bytes, buffers.reduce_output);
+    memory.output_bytes = std::max(memory.output_bytes, buffers.message_output);
+    whole = std::max(whole, bucket.reads_whole_output ? buffers.reduce_output : 0);
   }
-  if (has_replicas) {
-    memory.output_bytes = 2 * align_up(memory.output_bytes, kRegionAlignment);
+  memory.most_gradients = most_gradients(buckets);
+  if (has_replicas || memory.any_in_pieces) {
+    memory.output_bytes = std::max(2 * align_up(memory.output_bytes, kRegionAlignment),
+                                   align_up(whole, 2 * kRegionAlignment));
   }
   memory.packs_ahead = may_pack_ahead && messages > 1;
   if (memory.packs_ahead) {

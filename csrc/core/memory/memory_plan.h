@@ -18,7 +18,8 @@ struct BucketBuffers {
   std::size_t gather_input = 0;  // needed if the wire has another dtype than the shard
   std::size_t group_shard = 0;   // kept between forward and backward: Note [group shards]
   std::size_t reduce_input = 0;
-  std::size_t reduce_output = 0;
+  std::size_t reduce_output = 0;    // of all messages
+  std::size_t message_output = 0;   // of the largest message
   std::size_t gradients = 0;        // unsharded, of all its trainable parameters
   std::size_t gather_messages = 1;  // of gathers over all ranks
   bool gathers_in_pieces = false;   // over all ranks or over a smaller group
@@ -58,6 +59,7 @@ bool reduces_in_place(const UnitLayout& layout, double post_scale);
 struct BucketUse {
   BucketBuffers buffers;
   bool reshards_after_forward = true;  // otherwise it has a slot of its own
+  bool reads_whole_output = false;     // as UnitSettings::reads_whole_output, of one of its units
 
   // 0: it has none.
   std::size_t bytes_in_ring() const { return reshards_after_forward ? buffers.slot : 0; }
@@ -73,7 +75,7 @@ struct GatherMemory {
 };
 struct ReduceMemory {
   std::size_t input_bytes = 0;
-  std::size_t output_bytes = 0;
+  std::size_t output_bytes = 0;  // two halves, with pieces or replicas
   bool any_in_pieces = false;
   bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
   // Of unsharded gradients: those of a bucket that runs and those in flight together. Note

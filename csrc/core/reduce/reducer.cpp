@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/align.h"
 #include "base/check.h"
 #include "device/host_clock.h"
 
@@ -185,16 +186,16 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.ranges.reduce);
   const Reduction reduction = begin_reduction(bucket, units, in_place);
-  void* reduced = nullptr;
-  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
-    reduced = reduce_piece(reduction, i);
+  void* const reduced = reduce_piece(reduction, 0);
+  for (std::size_t i = 1; i < bucket.reduction.pieces_.size(); ++i) {
+    reduce_piece(reduction, i);
   }
   reduction.before.record(*bucket.reduction.packed_);
   if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
     apply_hook(reduction, reduced);
   }
   if (!scatters(reduction.route)) {  // its gradient was finished from the input
-    release_input(bucket, 0);
+    release_input(bucket, reduction.first_message);
   }
   set_sharded_gradients(bucket, units);
   clear_accumulated(bucket, units);
@@ -224,49 +225,55 @@ Reducer::Route Reducer::route_of(const Bucket& bucket) const {
 }
 
 Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
-  auto* gradient = static_cast<char*>(bucket.flat_gradient());
   const Route route = route_of(bucket);
-  const bool writes_gradient = in_place || route == Route::Local;
-  const std::size_t half = sums(route) && !writes_gradient ? outputs_used_++ : 0;
-  char* output = writes_gradient ? gradient : output_half(half);
+  const bool reads_whole = units.front()->reduce_hook != nullptr && bucket.reduction.is_in_pieces();
+  const Into into = in_place || route == Route::Local ? Into::FlatGradient
+                    : reads_whole                     ? Into::WholeOutput
+                                                      : Into::HalfOfOutput;
+  if (into != Into::FlatGradient) {
+    prepare_output(reads_whole ? bucket.buffers.reduce_output : 0);
+  }
+  const std::size_t first_message = messages_;
+  messages_ += bucket.reduction.pieces_.size();
   Issue issue;
   if (ledger_.has_times()) {
     issue.at = host_clock::now();
     issue.possible = ledger_.mark_compute();
   }
   streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
-  if (streams_.is_any_in_pieces() || sums(route)) {
-    if (output == gradient) {
-      streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
-    } else {
-      output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
-    }
+  if (halves_output() && into == Into::FlatGradient) {
+    streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  } else if (into == Into::WholeOutput) {
+    output_.wait_for_both(streams_.messages(), bucket.reduction.label);
   }
   Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
   Stream& after = sums(route) ? replicas_.lane->stream()
                               : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
-  return {bucket, units, route, in_place, output, half, issue, before, after};
+  return {bucket, units, route, in_place, into, first_message, issue, before, after};
 }
 
 void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   Bucket& bucket = reduction.bucket;
-  const std::size_t half = packs_ahead_ ? messages_ahead_++ : number;
-  void* input = input_of(reduction, number, half);
+  const std::size_t half = reduction.first_message + number;
+  if (reduction.into == Into::HalfOfOutput && halves_output()) {
+    output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
+  }
+  void* input = input_of(reduction, number);
   if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
     input_.wait_for_half(reduction.before, half, bucket.reduction.label);
   }
   pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
-  void* const output = sum(reduction, number, half, input);
+  void* const reduced = sum(reduction, number, input);
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
-  if (output != bucket.flat_gradient() && !has_hook) {
+  if (reduced != place_in(bucket.flat_gradient(), bucket, number) && !has_hook) {
     streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
-    finish(reduction, number, output);
+    finish(reduction, number, reduced);
   }
-  return output;
+  return reduced;
 }
 
 // Returns where the sum is.
-void* Reducer::sum(const Reduction& reduction, std::size_t number, std::size_t half, void* input) {
+void* Reducer::sum(const Reduction& reduction, std::size_t number, void* input) {
   const Bucket& bucket = reduction.bucket;
   streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
   switch (reduction.route) {
@@ -277,7 +284,7 @@ void* Reducer::sum(const Reduction& reduction, std::size_t number, std::size_t h
     case Route::Scatter:
     case Route::ScatterAndSum:
       send(reduction, number, input);
-      release_input(bucket, half);
+      release_input(bucket, reduction.first_message + number);
       break;
     case Route::Sum:
       copy_to_output(reduction, input);
@@ -286,7 +293,7 @@ void* Reducer::sum(const Reduction& reduction, std::size_t number, std::size_t h
   if (sums(reduction.route)) {
     sum_over_replicas(reduction, number);
   }
-  return reduction.output;
+  return output_of(reduction, number);
 }
 
 void Reducer::send(const Reduction& reduction, std::size_t number, void* input) {
@@ -294,7 +301,6 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduction.input_bytes(piece);
-  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   const Range range(device_, bucket.ranges.reduce_scatter, bytes);
   record_issue_(bucket, {number, bytes});
   const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
@@ -303,7 +309,7 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
-  void* const output = reduction.output + offset;
+  void* const output = output_of(reduction, number);
   if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel) &&
       !scatter_by_hook(reduction, input, output, numel)) {
     bucket.reduction.communicator_.reduce_scatter(streams_.messages(), input, output, numel, dtype);
@@ -316,7 +322,6 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
-  const std::size_t offset = static_cast<std::size_t>(piece.segment_offset) * itemsize(dtype);
   Lane& lane = *replicas_.lane;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
   const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
@@ -326,7 +331,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
                         bucket.reduction.all_reduce_label);
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
-  void* const output = reduction.output + offset;
+  void* const output = output_of(reduction, number);
   if (!communicate_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
     lane.communicator().all_reduce(lane.stream(), output, numel, dtype);
   }
@@ -335,12 +340,13 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
 // Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
 void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   const UnitLayout& layout = reduction.bucket.layout;
-  if (input == reduction.output) {
+  void* const output = output_of(reduction, 0);  // one rank sends no pieces
+  if (input == output) {
     return;
   }
   Move move;
   move.source = input;
-  move.destination = reduction.output;
+  move.destination = output;
   move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
   device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
   ledger_.count_copied_bytes(2 * move.bytes);
@@ -350,9 +356,8 @@ void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
   reduction.after.record(*bucket.reduction.reduced_);
-  const bool others_wait = streams_.is_any_in_pieces() || sums(reduction.route);
-  if (others_wait && reduction.output != bucket.flat_gradient()) {
-    output_.release_half(reduction.after, reduction.output_half);
+  if (reduction.into == Into::WholeOutput) {
+    output_.release_both(reduction.after);
   }
   bucket.reduction.is_pending_ = true;
 }
@@ -473,7 +478,7 @@ void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
 
 // - The reduce input and output, and the copy into the flat gradient
 
-void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size_t half) {
+void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
   const Bucket& bucket = reduction.bucket;
   if (bucket.reduction.accumulated_.any()) {
     return bucket.reduction.accumulated_.piece(piece);
@@ -481,9 +486,9 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece, std::size
   const bool is_summed_in_place =
       reduction.route == Route::Sum || (reduction.route == Route::Local && reduction.in_place);
   if (is_summed_in_place) {
-    return reduction.output;  // pack writes the output or the flat gradient
+    return output_of(reduction, piece);  // pack writes the output or the flat gradient
   }
-  return packs_apart(bucket) ? input_.half_of(half) : input_.data();
+  return packs_apart(bucket) ? input_.half_of(reduction.first_message + piece) : input_.data();
 }
 
 // The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
@@ -528,13 +533,44 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
           (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
     }
   }
+  if (reduction.into == Into::HalfOfOutput && halves_output()) {
+    output_.release_half(reduction.after, reduction.first_message + number);
+  }
 }
 
-char* Reducer::output_half(std::size_t half) {
-  if (output_.data() == nullptr) {
-    output_.reset(lane_.allocate_alone(output_bytes_, output_use()), output_bytes_);
+// Has an output of at least so many bytes. What is planned has room for messages. A larger one
+// takes the place of what work in flight may use.
+void Reducer::prepare_output(std::size_t bytes) {
+  if (output_.data() != nullptr && output_.bytes() >= bytes) {
+    return;
   }
-  return output_.half_of(half);
+  if (output_.data() != nullptr) {
+    lane_.synchronize();
+    if (replicas_.lane != nullptr) {
+      replicas_.lane->synchronize();
+    }
+  }
+  output_bytes_ = std::max(output_bytes_, align_up(bytes, 2 * kRegionAlignment));
+  output_.reset(nullptr, 0);
+  output_.reset(lane_.allocate_alone(output_bytes_, output_use()), output_bytes_);
+}
+
+char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {
+  switch (reduction.into) {
+    case Into::FlatGradient:
+      return place_in(reduction.bucket.flat_gradient(), reduction.bucket, piece);
+    case Into::WholeOutput:
+      return place_in(output_.data(), reduction.bucket, piece);
+    case Into::HalfOfOutput:
+      break;
+  }
+  return halves_output() ? output_.half_of(reduction.first_message + piece) : output_.data();
+}
+
+// `segment` is one rank's, of the whole bucket, in reduce_dtype.
+char* Reducer::place_in(void* segment, const Bucket& bucket, std::size_t piece) {
+  const auto offset = static_cast<std::size_t>(bucket.reduction.pieces_[piece].segment_offset);
+  return static_cast<char*>(segment) + offset * itemsize(bucket.layout.reduce_dtype());
 }
 
 }  // namespace fsdp

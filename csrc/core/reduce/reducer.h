@@ -17,9 +17,17 @@
 // With hybrid sharding, several sets of ranks shard the same model. The ranks that have the same
 // shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
 // replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
-// while a bucket is all-reduced, the next one is reduce-scattered, into the half of the output that
-// the previous one does not use. If each set is a single rank, nothing is scattered: a bucket is
-// packed into the output.
+// while a message is all-reduced, the next one is reduce-scattered, into the half of the output
+// that the previous one does not use. If each set is a single rank, nothing is scattered: a bucket
+// is packed into the output.
+//
+// Note [the reduce output]
+// What is not final is reduced into the reduce output, and finished from there. It has room for the
+// largest message, or for two with pieces or replicas, where finishes run on other streams than
+// messages. Messages then use the two halves in turns. A reduce hook reads a whole bucket. If that
+// travels in pieces, they go to their places in one output as large as the bucket, which is both
+// halves. Memory is planned for the hooks that are set. If one is set between forward and backward,
+// the output grows within the backward, and ranks plan memory again before the next forward.
 //
 // Note [gradient lifetime]
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
@@ -137,13 +145,20 @@ class Reducer {
     Sum,            // an all-reduce: each replica has the whole model
   };
 
+  // Where messages put what they reduce: Note [the reduce output].
+  enum class Into : std::uint8_t {
+    FlatGradient,  // or nothing is sent
+    HalfOfOutput,  // each message a half
+    WholeOutput,   // all messages of the bucket one output
+  };
+
   struct Reduction {
     Bucket& bucket;
     const Units& units;
     Route route;
     bool in_place;  // the reduce-scatter can write the flat gradient
-    char* output;   // of the reduce-scatter
-    std::size_t output_half;
+    Into into;
+    std::size_t first_message;  // the number of the first piece's message
     Issue issue;
     Stream& before;
     Stream& after;
@@ -162,7 +177,7 @@ class Reducer {
   static bool sums(Route route) { return route == Route::Sum || route == Route::ScatterAndSum; }
   static void set_sharded_gradients(const Bucket& bucket, const Units& units);
   Reduction begin_reduction(Bucket& bucket, const Units& units, bool in_place);
-  // Returns the reduction's output, or the memory of the whole bucket if there is no message.
+  // Returns where the piece's sum is.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
   bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);
@@ -173,7 +188,7 @@ class Reducer {
   void send(const Reduction& reduction, std::size_t number, void* input);
   void sum_over_replicas(const Reduction& reduction, std::size_t number);
   void copy_to_output(const Reduction& reduction, const void* input);
-  void* sum(const Reduction& reduction, std::size_t number, std::size_t half, void* input);
+  void* sum(const Reduction& reduction, std::size_t number, void* input);
   void end_reduction(const Reduction& reduction);
 
   // Whether the bucket is packed on another stream than the messages'. One rank sends nothing that
@@ -182,7 +197,7 @@ class Reducer {
     return (packs_ahead_ && scatters(route_of(bucket))) || bucket.reduction.is_in_pieces();
   }
   Stream& begin_packing(const Bucket& bucket, bool into_accumulated);
-  void* input_of(const Reduction& reduction, std::size_t piece, std::size_t half);
+  void* input_of(const Reduction& reduction, std::size_t piece);
   void release_input(const Bucket& bucket, std::size_t half);
   void pack(Bucket& bucket, const Units& units, std::size_t piece, void* destination,
             bool accumulate);
@@ -193,7 +208,12 @@ class Reducer {
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);
   void finish(const Reduction& reduction, std::size_t piece, const void* output);
-  char* output_half(std::size_t half);
+  void prepare_output(std::size_t bytes);
+  // Where the piece's message puts its part of each rank's segment.
+  char* output_of(const Reduction& reduction, std::size_t piece) const;
+  static char* place_in(void* segment, const Bucket& bucket, std::size_t piece);
+  // Whether other streams than the messages' use the reduce output.
+  bool halves_output() const { return streams_.is_any_in_pieces() || replicas_.lane != nullptr; }
   // The all-reduce over replicas reads it, too.
   BufferUse output_use() const {
     return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
@@ -213,10 +233,9 @@ class Reducer {
   Over replicas_;
   HalvedBuffer input_;
   bool packs_ahead_ = false;
-  std::size_t messages_ahead_ = 0;  // so far, if it packs ahead: they use the halves in turns
-  HalvedBuffer output_;             // allocated when first needed; one half without replicas
+  HalvedBuffer output_;  // allocated when first needed
   std::size_t output_bytes_ = 0;
-  std::size_t outputs_used_ = 0;                   // so far; they use the halves in turns
+  std::size_t messages_ = 0;                       // so far; they use halves in turns
   std::vector<PackedGradients> packed_gradients_;  // of one bucket
   std::size_t most_gradients_ = kAnyBytes;         // bytes
   std::uint64_t packings_ = 0;                     // so far

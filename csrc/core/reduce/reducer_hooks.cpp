@@ -19,7 +19,7 @@ void for_each_hook(const Bucket& bucket, const Function& function) {
 
 }  // namespace
 
-// `reduced` is the output of the reductions, for all units of the bucket.
+// `reduced` is this rank's segment of the whole bucket.
 void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   Bucket& bucket = reduction.bucket;
   const Unit& unit = *reduction.units.front();
@@ -30,7 +30,7 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
                            static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
   if (reduced != bucket.flat_gradient()) {
     for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
-      finish(reduction, i, reduced);
+      finish(reduction, i, place_in(reduced, bucket, i));
     }
   }
 }

@@ -10,6 +10,8 @@ void Pipeline::apply(int number, UnitSettings settings) {
   Unit& unit = this->unit(number);
   FSDP_CHECK(settings.is_unmergeable || !settings.has_hook(), "Unit '", unit.name,
              "' has a hook, so it needs is_unmergeable.");
+  FSDP_CHECK(settings.reads_whole_output || settings.reduce_hook == nullptr, "Unit '", unit.name,
+             "' has a reduce hook, so it needs reads_whole_output.");
   const bool limits_differ =
       unit.bucket_bytes != settings.bucket_bytes || unit.is_unmergeable != settings.is_unmergeable;
   if (limits_differ) {
@@ -18,7 +20,9 @@ void Pipeline::apply(int number, UnitSettings settings) {
   if (limits_differ || !unit.reshard_alike(settings) || !unit.scale_alike(settings)) {
     bucket_set_.invalidate_partition();
   }
-  if (unit.reshard_after_forward != settings.reshard_after_forward ||
+  const bool reads_differ = unit.reads_whole_output != settings.reads_whole_output;
+  if ((reads_differ && unit.bucket != nullptr && unit.bucket->reduction.is_in_pieces()) ||
+      unit.reshard_after_forward != settings.reshard_after_forward ||
       unit.reshard_group != settings.reshard_group ||
       unit.forward_prefetch != settings.forward_prefetch ||
       unit.backward_prefetch != settings.backward_prefetch) {

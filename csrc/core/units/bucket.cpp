@@ -166,6 +166,12 @@ std::size_t Bucket::buffer_bytes() const {
   return gather.buffer_bytes(buffers) + reduction.accumulated().bytes();
 }
 
+BucketUse Bucket::use() const {
+  const bool reads_whole_output = std::any_of(
+      units.begin(), units.end(), [](const Unit* unit) { return unit->reads_whole_output; });
+  return {buffers, units.front()->reshard_after_forward, reads_whole_output};
+}
+
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::vector<BucketUse> uses;
   uses.reserve(buckets.size());

@@ -63,7 +63,7 @@ struct Bucket {
   std::size_t buffer_bytes() const;
 
   // The bucket's buffers, with the units' current settings.
-  BucketUse use() const { return {buffers, units.front()->reshard_after_forward}; }
+  BucketUse use() const;
 
   const int number;
   const std::vector<Unit*> units;  // in the order that forward runs them

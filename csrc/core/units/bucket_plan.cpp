@@ -23,7 +23,7 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
   UnitLayout layout = UnitLayout::joined(layouts);
   const BucketUse use{
       buffers_of(layout, by, first.message_limits, SmallerGroup{first.reshard_group, by}),
-      first.reshard_after_forward};
+      first.reshard_after_forward, first.reads_whole_output};
   const char* gather_plan =
       layout.gather_plan(by, gather_parts(layout, first.message_limits).front()).name();
   const bool is_summed = layout.world_size() > 1 || options.replicas > 1;

@@ -41,6 +41,7 @@ struct UnitSettings : BucketSettings {
   bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
   std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/units/merging.h); 0: not shared
   bool is_unmergeable = false;   // it has a hook
+  bool reads_whole_output = false;  // it has a reduce_hook
   // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
   // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
   bool is_summoned = false;

@@ -124,6 +124,7 @@ void register_unit_config(py::module_& m) {
       .def_readwrite("post_scale", &UnitSettings::post_scale)
       .def_readwrite("bucket_bytes", &UnitSettings::bucket_bytes)
       .def_readwrite("is_unmergeable", &UnitSettings::is_unmergeable)
+      .def_readwrite("reads_whole_output", &UnitSettings::reads_whole_output)
       .def_readwrite("is_summoned", &UnitSettings::is_summoned)
       .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
       .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch)

@@ -126,6 +126,7 @@ class UnitTree:
         settings.pre_scale, settings.post_scale = unit.gradient_scales(reduce_dtype)
         settings.bucket_bytes = self.settings.bucket_bytes[number]
         settings.is_unmergeable = unit.settings.has_hook
+        settings.reads_whole_output = unit.settings.all_reduce_hook is not None
         return settings
 
     def resolve(self, link: Link, decision: Decision | None) -> RootSettings:

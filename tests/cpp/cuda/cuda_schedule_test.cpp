@@ -355,6 +355,96 @@ TEST(CudaReductions, GradientsOfALargeBucketAreAliveAlone) {
   }
 }
 
+// See Note [the reduce output]. The second backward adds to gradients, so it cannot reduce in
+// place. A finish or an all-reduce that is late has not read a half when other messages come.
+TEST(CudaReductions, AHalfOfTheOutputIsNotWrittenAgainBeforeItIsFinished) {
+  for (const Setting setting :
+       {Setting{2, 300, 1, 3}, Setting{2, 300, 2, 5}, Setting{2, 300, 1, 3, 2},
+        Setting{2, kDirectBytes, 1, 0, 2}, Setting{1, 300, 1, 0, 2}}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
+      Stream& finishes =
+          rank.replicas != nullptr ? rank.replicas->reduce.stream() : rank.lanes->reduce.after();
+      for (int backward = 0; backward < 3; ++backward) {
+        const std::vector<CallId> calls = rank.forward();
+        rank.lanes->device->delay(finishes, std::chrono::milliseconds(5));
+        rank.backward(calls, static_cast<float>((r + 1) << backward), [&](int) {
+          rank.lanes->device->delay(finishes, std::chrono::milliseconds(2));
+        });
+      }
+      for (auto& unit : rank.units) {
+        unit->read_gradients(7 * mean_of(setting.ranks(), 0));
+      }
+    });
+  }
+}
+
+// Doubles what a unit's reduction gives, and notes how much that is.
+class Doubling final : public UserCollective {
+ public:
+  void issue(Stream& stream, const HookTensors& tensors) override {
+    numels.push_back(tensors.numel);
+    enqueue(stream.native_handle(),
+            [data = static_cast<float*>(tensors.gradients), numel = tensors.numel] {
+              for (std::size_t i = 0; i < numel; ++i) {
+                data[i] *= 2;
+              }
+            });
+  }
+  void check() override {}
+  void forget() override {}
+
+  std::vector<std::size_t> numels;
+};
+
+// The hook is set between a forward and its backward: first for that backward's output, and in the
+// next forward ranks plan memory for it. Then it is taken away again.
+TEST(CudaReductions, AHookSeesItsWholeUnitHoweverMemoryWasPlanned) {
+  for (Setting setting : {Setting{2, 300, 1, 20}, Setting{2, 300, 2, 3}, Setting{2, 300, 1, 3, 2},
+                          Setting{2, 300, 1, 0, 2}}) {
+    setting.large = 2;  // its whole output does not fit into that of two messages
+    on_ranks(setting, [&](Rank& rank, int r) {
+      const auto doubling = std::make_shared<Doubling>();
+      const auto set_hook = [&](const std::shared_ptr<UserCollective>& hook) {
+        change_settings(*rank.pipeline, 2, [&](UnitSettings& settings) {
+          settings.is_unmergeable = settings.reads_whole_output = hook != nullptr;
+          settings.reduce_hook = hook;
+        });
+      };
+      const auto buffers = [&rank] { return rank.pipeline->reducer().buffer_bytes(); };
+      const float mean = mean_of(setting.ranks(), 0);
+      rank.step(static_cast<float>(r + 1), mean);
+      Stream& finishes =
+          setting.sets > 1 ? rank.replicas->reduce.stream() : rank.lanes->reduce.after();
+      const auto add = [&](const std::vector<CallId>& calls) {
+        rank.backward(calls, static_cast<float>(r + 1), [&](int) {
+          rank.lanes->device->delay(finishes, std::chrono::milliseconds(2));
+        });
+      };
+      add(rank.forward());
+      add(rank.forward());
+      const std::size_t before = buffers();
+      const std::vector<CallId> calls = rank.forward();
+      set_hook(doubling);
+      add(calls);
+      const auto numel = static_cast<std::size_t>(rank.pipeline->unit(2).layout.grad_numel());
+      const bool is_cut = rank.pipeline->unit(2).bucket->reduction.is_in_pieces();
+      EXPECT_EQ(buffers() > before, is_cut);
+      add(rank.forward());
+      EXPECT_EQ(doubling->numels, std::vector<std::size_t>(2, numel));
+      EXPECT_EQ(buffers() > before, is_cut);
+      set_hook(nullptr);
+      add(rank.forward());
+      if (setting.bucket_units == 1) {
+        EXPECT_EQ(buffers(), before);
+      }
+      for (std::size_t i = 0; i < rank.units.size(); ++i) {
+        rank.units[i]->read_gradients(mean * (i == 2 ? 7.0F : 5.0F));
+      }
+    });
+  }
+}
+
 // A message that is late reads what earlier backwards have accumulated, and the next backward
 // accumulates again. The compute stream waits for the last backward's reductions alone.
 TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasReadThem) {
