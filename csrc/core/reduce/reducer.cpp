@@ -233,8 +233,9 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
   if (into != Into::FlatGradient) {
     prepare_output(reads_whole ? bucket.buffers.reduce_output : 0);
   }
-  const std::size_t first_message = messages_;
-  messages_ += bucket.reduction.pieces_.size();
+  std::size_t& messages = bucket.mesh == nullptr ? messages_ : messages_of_other_meshes_;
+  const std::size_t first_message = messages;
+  messages += bucket.reduction.pieces_.size();
   Issue issue;
   if (ledger_.has_times()) {
     issue.at = host_clock::now();

@@ -235,9 +235,12 @@ class Reducer {
   bool packs_ahead_ = false;
   HalvedBuffer output_;  // allocated when first needed
   std::size_t output_bytes_ = 0;
-  std::size_t messages_ = 0;                       // so far; they use halves in turns
+  // So far; they use halves in turns. Those of the root's mesh count by themselves: ranks of other
+  // meshes may send other numbers, and NCCL's windows need the same half on all ranks.
+  std::size_t messages_ = 0;
+  std::size_t messages_of_other_meshes_ = 0;
   std::vector<PackedGradients> packed_gradients_;  // of one bucket
-  std::size_t most_gradients_ = kAnyBytes;         // bytes
+  std::size_t most_gradients_ = 0;                 // bytes
   std::uint64_t packings_ = 0;                     // so far
   std::uint64_t first_packing_ = 1;                // of the last backward
   NonfiniteGradients nonfinite_;
