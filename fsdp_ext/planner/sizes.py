@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fsdp_ext import _C
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.gradients import gradients_in_flight
@@ -123,7 +121,7 @@ def find_buckets(
         nesting=root.nesting(),
         prefetch_depth=root.most_ahead(),
         has_prefetch_lists=root.has_prefetch_lists(),
-        keeps_gather_inputs=root.keeps_gather_inputs(on_gpu=on_gpu),
+        keeps_gather_inputs=root.keeps_gather_inputs(device_type),
         replicas=root.units[0].replicas,
         replica_transport=transports[1],
     )

@@ -104,8 +104,8 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   }
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
-  plan.gathers =
-      plan_gathers(uses, slots, together(plan.buckets, parents, options), options.keeps_gather_inputs);
+  plan.gathers = plan_gathers(uses, slots, together(plan.buckets, parents, options),
+                              options.keeps_gather_inputs);
   plan.reductions = plan_reductions(uses, !options.on_host && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =

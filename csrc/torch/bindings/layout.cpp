@@ -183,8 +183,8 @@ void register_layout(py::module_& m) {
   m.def(
       "plan_memory",
       [](const std::vector<UnitConfig>& units, const std::string& transport, bool on_gpu,
-         int nesting, std::size_t prefetch_depth, bool has_prefetch_lists,
-         bool keeps_gather_inputs, int replicas, const std::string& replica_transport) {
+         int nesting, std::size_t prefetch_depth, bool has_prefetch_lists, bool keeps_gather_inputs,
+         int replicas, const std::string& replica_transport) {
         return describe(
             plan_buckets(units, {usual_traits(transport, on_gpu), nesting, prefetch_depth,
                                  has_prefetch_lists, /*on_host=*/!on_gpu, keeps_gather_inputs,

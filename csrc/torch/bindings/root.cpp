@@ -177,10 +177,10 @@ void register_root(py::module_& m) {
                        int prefetch_depth, int nesting, bool has_peers, bool check_order,
                        bool keeps_gather_inputs, py::object when_stale,
                        std::shared_ptr<StepChecks> checks) {
-             return std::make_shared<TorchRoot>(
-                 std::move(lanes), std::move(replicas),
-                 PipelineOptions{prefetch_depth, nesting, has_peers, check_order, keeps_gather_inputs},
-                 std::move(when_stale), std::move(checks));
+             return std::make_shared<TorchRoot>(std::move(lanes), std::move(replicas),
+                                                PipelineOptions{prefetch_depth, nesting, has_peers,
+                                                                check_order, keeps_gather_inputs},
+                                                std::move(when_stale), std::move(checks));
            }),
            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
            py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),

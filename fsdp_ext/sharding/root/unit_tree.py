@@ -111,10 +111,10 @@ class UnitTree:
             for number, (unit, layout) in enumerate(zip(self.units, layouts, strict=True))
         ]
 
-    def keeps_gather_inputs(self, *, on_gpu: bool) -> bool:
+    def keeps_gather_inputs(self, device_type: str) -> bool:
         """Return whether buckets keep their gather inputs, by default on the CPU alone."""
         keeps = self.units[0].settings.keep_gather_inputs
-        return not on_gpu if keeps is None else keeps
+        return device_type == "cpu" if keeps is None else keeps
 
     def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return the C++ settings of one unit: those that buckets and their memory depend on."""
