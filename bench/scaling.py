@@ -38,6 +38,7 @@ from bench.harness.options import positive
 from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep
 from fsdp_ext import Link, MixedPrecisionPolicy
+from fsdp_ext.comm.costs import default_reduction_bytes, link_of_buckets
 
 TITLE = "scaling (simulated)"
 PUBLISHED: dict[str, Any] = json.loads(
@@ -202,7 +203,8 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
     model = Transformer(PUBLISHED["models"][step.model])
     replicas = max(1, step.ranks // NODE) if step.hybrid else 1
     of_layer = sum(param.numel() for param in model.layers[0].parameters())
-    nbytes = step.reduce_bytes * of_layer // NODE
+    typical = link_of_buckets(("nccl", "nccl"), "nccl", step.ranks // replicas, replicas)
+    message = min(step.reduce_bytes * of_layer, default_reduction_bytes(typical, step.ranks))
     return fsdp_ext.plan(
         model,
         step.ranks,
@@ -214,7 +216,9 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
         transport="nccl",
         device_type="cuda",
         link=ring(step.network, step.ranks // replicas),
-        replica_link=replica_link(step.network, replicas, nbytes) if replicas > 1 else None,
+        replica_link=replica_link(step.network, replicas, message // NODE)
+        if replicas > 1
+        else None,
         compute=seconds_of_units(model, step, part * PUBLISHED["gpus"][step.gpu]["peak"]),
     )
 

@@ -202,6 +202,48 @@ def test_the_peak_with_replicas() -> None:
     expect_equal_peaks((2, 4), cases)
 
 
+# - How much memory fsdp_ext takes beside FSDP2
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, dim: int, grouped: int, hidden: int) -> None:
+        super().__init__()
+        sizes = [(dim, dim), (dim, grouped), (dim, grouped), (dim, dim)]
+        sizes += [(dim, hidden), (dim, hidden), (hidden, dim)]
+        self.norms = nn.ModuleList(nn.RMSNorm(dim) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int, *sizes: int) -> None:
+        super().__init__()
+        dim = sizes[0]
+        self.embedding = nn.Embedding(128256, dim)
+        self.layers = nn.ModuleList(LlamaLayer(*sizes) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, 128256, bias=False)
+
+
+LLAMA_8B = (32, 4096, 1024, 14336)
+LLAMA_70B = (80, 8192, 1024, 28672)
+
+
+@pytest.mark.parametrize("own_units", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "replicas"),
+    [(LLAMA_8B, 8, 1), (LLAMA_8B, 64, 1), (LLAMA_8B, 64, 8), (LLAMA_70B, 64, 1)],
+)
+def test_large_models_take_no_more_memory_than_under_fsdp2(
+    sizes: tuple[int, ...], ranks: int, replicas: int, own_units: bool
+) -> None:
+    with torch.device("meta"):
+        model = Llama(*sizes)
+    units: Units = [LlamaLayer, *([model.embedding, model.head] if own_units else [])]
+    memory = plan(model, ranks, replicas=replicas, units=units, mp_policy=HALF).memory
+    assert memory.fsdp2_peak is not None
+    assert memory.peak <= memory.fsdp2_peak
+
+
 # - What plan shows
 
 
