@@ -161,9 +161,9 @@ TEST(UnitLayout, GatheringTheChunksOfAllRanksGivesEachParameterBack) {
     for (int rank = 0; rank < layout.world_size(); ++rank) {
       std::vector<std::uint8_t> input(layout.gather_bytes());
       for (std::size_t p = 0; p < originals.size(); ++p) {
-        const auto first = originals[p].begin() + bytes_of(p, layout.first_row(p, rank));
+        const auto first = originals[p].begin() + bytes_of(p, layout.rows(p, rank).first);
         std::copy(
-            first, first + bytes_of(p, layout.row_count(p, rank)),
+            first, first + bytes_of(p, layout.rows(p, rank).count),
             input.begin() + static_cast<std::ptrdiff_t>(layout.placements()[p].gather_offset));
       }
       for (std::size_t p = 0; p < originals.size(); ++p) {
@@ -194,17 +194,17 @@ TEST(UnitLayout, ARowOfAMessageIsThatOfTheLargerCollective) {
 
 TEST(UnitLayout, RanksHaveTheRowsOfTorchChunk) {
   const UnitLayout layout({spec("w", 10, 3)}, 4, DType::Float32, DType::Float32);
-  EXPECT_EQ(layout.first_row(0, 0), 0);
-  EXPECT_EQ(layout.row_count(0, 2), 3);
-  EXPECT_EQ(layout.first_row(0, 3), 9);
-  EXPECT_EQ(layout.row_count(0, 3), 1);
+  EXPECT_EQ(layout.rows(0, 0).first, 0);
+  EXPECT_EQ(layout.rows(0, 2).count, 3);
+  EXPECT_EQ(layout.rows(0, 3).first, 9);
+  EXPECT_EQ(layout.rows(0, 3).count, 1);
 }
 
 TEST(UnitLayout, FewerRowsThanRanksLeavesRanksWithoutRows) {
   const UnitLayout layout({spec("w", 2, 5)}, 4, DType::Float32, DType::Float32);
-  EXPECT_EQ(layout.row_count(0, 1), 1);
-  EXPECT_EQ(layout.row_count(0, 2), 0);
-  EXPECT_EQ(layout.row_count(0, 3), 0);
+  EXPECT_EQ(layout.rows(0, 1).count, 1);
+  EXPECT_EQ(layout.rows(0, 2).count, 0);
+  EXPECT_EQ(layout.rows(0, 3).count, 0);
   EXPECT_EQ(layout.placements()[0].chunk_numel, 5);
 }
 
@@ -222,7 +222,7 @@ TEST(UnitLayout, ChunksOfSeveralRunsComeLastAndAreAlwaysPacked) {
     EXPECT_EQ(plan.unpack.entries[0].runs, 3);
     EXPECT_EQ(plan.packed_bytes, 12 * sizeof(float));
   }
-  EXPECT_EQ(layout.pack_plan(layout.whole()).entries[2].runs, 3);
+  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries[2].runs, 3);
   // Even a bucket that begins with it, and a message that is smaller than it.
   const UnitLayout joined = UnitLayout::joined({&layout, &layout});
   const LayoutPart part{2, 6};
@@ -236,7 +236,7 @@ TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
                           DType::Float32, DType::BFloat16);
   EXPECT_EQ(layout.placements()[1].grad_offset, -1);
   EXPECT_EQ(layout.placements()[2].grad_offset, 8);  // 16 bytes of bfloat16
-  EXPECT_EQ(layout.pack_plan(layout.whole()).entries.size(), 2U);
+  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries.size(), 2U);
   EXPECT_EQ(layout.gather_plan(GatherBy::Packing, layout.whole()).unpack.entries.size(), 3U);
 }
 
@@ -258,7 +258,7 @@ TEST(UnitLayout, WhatIsNotGatheredHasAPlaceInTheReductionOnly) {
     EXPECT_EQ(plan.direct[0].destination_offset, 0U);
     EXPECT_EQ(plan.packed_bytes, 0U);
   }
-  EXPECT_EQ(layout.pack_plan(layout.whole()).entries.size(), 3U);
+  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries.size(), 3U);
   EXPECT_EQ(layout.row_bytes(0), 2 * 3 * sizeof(float));
   // Messages of the gather do not count it, however small they are.
   EXPECT_EQ(layout.parts(Wire::Gather, 2 * 6 * sizeof(float)).size(), 1U);

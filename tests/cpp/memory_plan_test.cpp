@@ -119,7 +119,7 @@ TEST(MemoryPlan, FrozenPartsAreNotReduced) {
                         DType::Float32);
   ASSERT_EQ(gather_parts(some, both(256)).size(), 2U);
   ASSERT_EQ(reduce_parts(some, both(256)).size(), 1U);
-  EXPECT_EQ(some.pack_plan(reduce_parts(some, both(256)).front()).segment_numel, 16);
+  EXPECT_EQ(some.reduce_plan(reduce_parts(some, both(256)).front()).pack.segment_numel, 16);
   const UnitLayout none({spec(16, 4, /*trainable=*/false)}, 4, DType::Float32, DType::Float32);
   ASSERT_EQ(reduce_parts(none, both(64)).size(), 1U);  // without parameters
   EXPECT_EQ(buffers_of(none, GatherBy::Packing, both(64)).reduce_input, 0U);

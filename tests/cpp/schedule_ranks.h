@@ -129,7 +129,7 @@ class FakeUnit final : public UnitPort {
 
   void expect_gradient(std::size_t param, float value) const {
     const ParamPlacement& place = layout_.placements()[param];
-    const std::int64_t rows = layout_.row_count(param, rank_);
+    const std::int64_t rows = layout_.rows(param, rank_).count;
     for (std::int64_t i = 0; i < rows * kColumns; ++i) {
       ASSERT_FLOAT_EQ(gradient()[place.grad_offset + i], value)
           << "unit " << number_ << " parameter " << param << " element " << i;
@@ -146,8 +146,8 @@ class FakeUnit final : public UnitPort {
   void write_shard() {
     for (std::size_t param = 0; param < 2; ++param) {
       const ParamPlacement& place = layout_.placements()[param];
-      const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
-      const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
+      const std::int64_t first = layout_.rows(param, rank_).first * kColumns;
+      const std::int64_t numel = layout_.rows(param, rank_).count * kColumns;
       for (std::int64_t i = 0; i < numel; ++i) {
         static_cast<float*>(
             shard_.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =

@@ -105,7 +105,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
   if (!is_gathered || unit.gather.gathered_version_ != unit.port.shard_version()) {
     Slot* slot = reacquire_slot(bucket);
     if (slot != nullptr) {
-      ledger_.count_reused_unshard();
+      ledger_.counters().reused_unshards += 1;
     } else {
       for (Unit* member : bucket.units) {
         compute_inputs(*member);  // first, since a user's function may raise
@@ -236,7 +236,7 @@ Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
   if (!on_demand) {
     return nullptr;
   }
-  ledger_.count_overflow_slot();
+  ledger_.counters().overflow_slots += 1;
   Slot* slot = ring_->acquire_overflow(bucket.number, bucket.buffers.slot);
   streams_.follow_compute();
   return slot;
@@ -411,7 +411,7 @@ bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
     const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
     packer_.unpack(stream, group->keep_plan, slot.data(), group->memory.get());
   }
-  ledger_.count_copied_bytes(2 * group->layout.gather_bytes());
+  ledger_.counters().copied_bytes += 2 * group->layout.gather_bytes();
   stream.record(*group->kept);
   group->kept_from = bucket.gather.gathered_from_;
   return true;

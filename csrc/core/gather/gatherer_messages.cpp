@@ -71,7 +71,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     const GatherPiece& whole = bucket.gather.all_ranks_.pieces.front();
     const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
     packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
-    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
+    ledger_.counters().copied_bytes += layout.shard_bytes() + layout.gather_bytes();
     stream.record(*whole.gathered);
   } else {
     gather_from_ranks(bucket, slot);
@@ -113,7 +113,7 @@ void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
     after.record(*piece.gathered);
   }
   if (casts) {
-    ledger_.count_copied_bytes(layout.shard_bytes() + layout.gather_bytes());
+    ledger_.counters().copied_bytes += layout.shard_bytes() + layout.gather_bytes();
     bucket.gather.cast_from_ = bucket.gather.gathered_from_;
   }
 }
@@ -145,8 +145,8 @@ void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, const Outp
   if (piece.plan.packed_bytes > 0) {
     const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
     packer_.unpack(after, piece.plan.unpack, output.staging, output.slot);
-    ledger_.count_copied_bytes(2 * piece.plan.packed_bytes *
-                               static_cast<std::size_t>(piece.plan.unpack.world_size));
+    ledger_.counters().copied_bytes +=
+        2 * piece.plan.packed_bytes * static_cast<std::size_t>(piece.plan.unpack.world_size);
   }
 }
 

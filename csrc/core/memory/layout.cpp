@@ -142,17 +142,6 @@ std::size_t UnitLayout::gathered_numel(std::size_t param) const {
   return params_[param].gathered ? static_cast<std::size_t>(placements_[param].chunk_numel) : 0;
 }
 
-bool UnitLayout::reduces_in_grad_dtype() const {
-  return std::all_of(params_.begin(), params_.end(), [this](const ParamSpec& param) {
-    return !param.trainable || grad_dtype_of(param) == reduce_dtype_;
-  });
-}
-
-DType UnitLayout::unsharded_grad_dtype() const {
-  const std::vector<DType> dtypes = unsharded_grad_dtypes();
-  return dtypes.empty() ? DType::Float32 : dtypes.front();
-}
-
 std::vector<DType> UnitLayout::unsharded_grad_dtypes() const {
   std::vector<DType> dtypes;
   for (const ParamSpec& param : params_) {
@@ -163,13 +152,11 @@ std::vector<DType> UnitLayout::unsharded_grad_dtypes() const {
   return dtypes;
 }
 
-std::int64_t UnitLayout::first_row(std::size_t param, int rank) const {
-  return std::min(params_.at(param).rows, placements_.at(param).chunk_rows * rank);
-}
-
-std::int64_t UnitLayout::row_count(std::size_t param, int rank) const {
-  const std::int64_t first = first_row(param, rank);
-  return std::min(placements_[param].chunk_rows, params_[param].rows - first);
+RowRange UnitLayout::rows(std::size_t param, int rank) const {
+  const std::int64_t all = params_.at(param).rows;
+  const std::int64_t chunk = placements_[param].chunk_rows;
+  const std::int64_t first = std::min(all, chunk * rank);
+  return {first, std::min(chunk, all - first)};
 }
 
 // - Parts
@@ -263,13 +250,15 @@ std::int64_t UnitLayout::first_gradient(const LayoutPart& part) const {
   return part.is_of_rows() ? first + part.first_row * params_[part.first].row_numel : first;
 }
 
-std::size_t UnitLayout::first_trainable(const LayoutPart& part) const {
-  return static_cast<std::size_t>(
-      std::count_if(params_.begin(), params_.begin() + static_cast<std::ptrdiff_t>(part.first),
-                    [](const ParamSpec& param) { return param.trainable; }));
-}
-
 // - Plans
+
+ReducePlan UnitLayout::reduce_plan(const LayoutPart& part) const {
+  const auto first = params_.begin() + static_cast<std::ptrdiff_t>(part.first);
+  const auto before =
+      std::count_if(params_.begin(), first, [](const ParamSpec& param) { return param.trainable; });
+  return {pack_plan(part), finish_plan(part), static_cast<std::size_t>(before),
+          first_gradient(part)};
+}
 
 PackPlan UnitLayout::pack_plan(const LayoutPart& part) const {
   PackPlan plan;

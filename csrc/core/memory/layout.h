@@ -102,6 +102,19 @@ struct LayoutPart {
   bool is_of_rows() const { return rows != kAllRows; }
 };
 
+// The reduction of one part. The entries of both plans are its trainable parameters in order.
+struct ReducePlan {
+  PackPlan pack;
+  CastPlan finish;                  // reduce output to flat gradient
+  std::size_t first_trainable = 0;  // the index of the first one among the unit's
+  std::int64_t first_gradient = 0;  // the offset of the part's segment in the unit's, in elements
+};
+
+struct RowRange {
+  std::int64_t first;
+  std::int64_t count;
+};
+
 enum class Wire : std::uint8_t { Gather, Reduce };
 
 struct ParamSpec {
@@ -166,16 +179,15 @@ class UnitLayout {
   std::size_t gradient_bytes() const { return gradient_bytes_; }    // of the flat gradient
 
   std::size_t trainable_count() const { return trainable_count_; }
-  // Whether all sharded gradients have the dtype that they are reduced in.
-  bool reduces_in_grad_dtype() const;
+  // Of the sharded gradients.
+  DType grad_dtype_of(const ParamSpec& param) const {
+    return param.grad_dtype.value_or(grad_dtype_);
+  }
   // The dtype of each trainable parameter's unsharded gradient.
   std::vector<DType> unsharded_grad_dtypes() const;
-  // The first of these; Float32 if there are none.
-  DType unsharded_grad_dtype() const;
 
-  // The rows of `param` that rank `rank` has: [first, first + count).
-  std::int64_t first_row(std::size_t param, int rank) const;
-  std::int64_t row_count(std::size_t param, int rank) const;
+  // The rows of `param` that rank `rank` has.
+  RowRange rows(std::size_t param, int rank) const;
 
   // The bytes of one row from each rank on the wire, in the gather or the reduction, whichever has
   // more. No message can be smaller.
@@ -195,13 +207,11 @@ class UnitLayout {
   std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
   LayoutPart whole() const { return {0, params_.size()}; }
 
-  // Descriptors for the packer. Offsets are those of the whole unit, except in the segments that
-  // pack_plan writes and finish_plan reads, which are the part's. The entries of pack_plan and
-  // finish_plan are the part's trainable parameters in order.
-  PackPlan pack_plan(const LayoutPart& part) const;
+  // Descriptors for the packer. Offsets are those of the whole unit, except in the segments of a
+  // ReducePlan, which are the part's.
   GatherPlan gather_plan(GatherBy by, const LayoutPart& part) const;
   CastPlan shard_to_gather_plan(const LayoutPart& part) const;
-  CastPlan finish_plan(const LayoutPart& part) const;  // reduce output to flat gradient
+  ReducePlan reduce_plan(const LayoutPart& part) const;
 
   // The layout of the same unsharded buffer, shared by `ranks` ranks, a divisor of the world size:
   // Note [group shards] in core/gather/group_shard.h. The gather input is the part that one of them
@@ -211,12 +221,10 @@ class UnitLayout {
   // gather input.
   UnpackPlan keep_plan(int rank) const;
 
-  // The offset of the part's segment in the unit's, in elements.
-  std::int64_t first_gradient(const LayoutPart& part) const;
-  // The index of the part's first trainable parameter among the unit's.
-  std::size_t first_trainable(const LayoutPart& part) const;
-
  private:
+  PackPlan pack_plan(const LayoutPart& part) const;
+  CastPlan finish_plan(const LayoutPart& part) const;
+  std::int64_t first_gradient(const LayoutPart& part) const;
   std::size_t row_bytes(Wire wire, std::size_t param) const;
   std::size_t message_bytes(Wire wire, std::size_t param) const;
   std::int64_t rows_of_a_message(Wire wire, std::size_t param, std::size_t most_bytes) const;
@@ -226,10 +234,7 @@ class UnitLayout {
   GatherPlan gather_plan_of_rows(const LayoutPart& part) const;
   void place_chunk(std::size_t param);
   std::size_t gathered_numel(std::size_t param) const;  // elements of a chunk on the wire
-  DType grad_dtype_of(const ParamSpec& param) const {
-    return param.grad_dtype.value_or(grad_dtype_);
-  }
-  std::size_t padded_numel(std::size_t param) const;  // the same with the padding of the chunk
+  std::size_t padded_numel(std::size_t param) const;    // the same with the padding of the chunk
 
   std::vector<ParamSpec> params_;
   std::vector<ParamPlacement> placements_;

@@ -64,7 +64,7 @@ std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, MessageLimits lim
   std::vector<LayoutPart> parts = layout.parts(Wire::Reduce, most_bytes_of(layout, limits.reduce));
   parts.erase(std::remove_if(parts.begin(), parts.end(),
                              [&layout](const LayoutPart& part) {
-                               return layout.pack_plan(part).segment_numel == 0;
+                               return layout.reduce_plan(part).pack.segment_numel == 0;
                              }),
               parts.end());
   return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
@@ -99,7 +99,8 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
   const std::vector<LayoutPart> reductions = reduce_parts(layout, limits);
   std::size_t segment = 0;
   for (const LayoutPart& part : reductions) {
-    segment = std::max(segment, static_cast<std::size_t>(layout.pack_plan(part).segment_numel));
+    segment =
+        std::max(segment, static_cast<std::size_t>(layout.reduce_plan(part).pack.segment_numel));
   }
   buffers.reduce_messages = reductions.size();
   buffers.message_output = segment * element;
@@ -111,7 +112,12 @@ BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits li
 }
 
 bool reduces_in_place(const UnitLayout& layout, double post_scale) {
-  return layout.reduces_in_grad_dtype() && post_scale == 1.0 && !layout.is_offloaded();
+  const auto is_cast = [&layout](const ParamSpec& param) {
+    return param.trainable && layout.grad_dtype_of(param) != layout.reduce_dtype();
+  };
+  const std::vector<ParamSpec>& params = layout.params();
+  return std::none_of(params.begin(), params.end(), is_cast) && post_scale == 1.0 &&
+         !layout.is_offloaded();
 }
 
 GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,

@@ -132,6 +132,7 @@ class Ledger {
   explicit Ledger(Device& device) : device_(device), compute_(device.compute_stream()) {}
 
   const Counters& counters() const { return counters_; }
+  Counters& counters() { return counters_; }
   void reset();  // everything except what is unsharded now
 
   void enable_log(bool enabled) { logging_ = enabled; }
@@ -139,9 +140,6 @@ class Ledger {
   void clear_log() { log_.clear(); }
 
   void count_collective(Collective op, UnitRange units, std::size_t bytes);
-  void count_copied_bytes(std::size_t bytes) { counters_.copied_bytes += bytes; }
-  void count_reused_unshard() { counters_.reused_unshards += 1; }
-  void count_overflow_slot() { counters_.overflow_slots += 1; }
   void add_unsharded_unit();
   void remove_unsharded_unit();
   void add_unsharded_bytes(std::size_t bytes);

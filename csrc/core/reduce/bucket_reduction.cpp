@@ -12,12 +12,13 @@ namespace {
 ReducePiece piece_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
   ReducePiece piece;
   piece.part = part;
-  piece.pack_plan = layout.pack_plan(part);
-  piece.finish_plan = layout.finish_plan(part);
-  piece.first_trainable = layout.first_trainable(part);
+  ReducePlan plan = layout.reduce_plan(part);
+  piece.pack_plan = std::move(plan.pack);
+  piece.finish_plan = std::move(plan.finish);
+  piece.first_trainable = plan.first_trainable;
+  piece.segment_offset = plan.first_gradient;
   piece.gradient_offset =
       part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
-  piece.segment_offset = layout.first_gradient(part);
   const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
   for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
     const DType dtype = dtypes[piece.first_trainable + i];

@@ -350,7 +350,7 @@ void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   move.destination = output;
   move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
   device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
-  ledger_.count_copied_bytes(2 * move.bytes);
+  ledger_.counters().copied_bytes += 2 * move.bytes;
 }
 
 void Reducer::end_reduction(const Reduction& reduction) {
@@ -529,9 +529,9 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
   for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
       const CastEntry& entry = piece.finish_plan.entries[i];
-      ledger_.count_copied_bytes(
+      ledger_.counters().copied_bytes +=
           static_cast<std::size_t>(entry.numel) *
-          (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype)));
+          (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype));
     }
   }
   if (reduction.into == Into::HalfOfOutput && halves_output()) {

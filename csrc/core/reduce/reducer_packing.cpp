@@ -52,9 +52,9 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
                  destination, layout.reduce_dtype(), units.front()->pre_scale, adds,
                  {bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable,
                   device_.is_capturing() ? kCapturedPacking : packings_});
-    ledger_.count_copied_bytes(static_cast<std::size_t>(piece.pack_plan.segment_numel) *
-                               static_cast<std::size_t>(layout.world_size()) *
-                               (itemsize(dtype) + itemsize(layout.reduce_dtype())));
+    ledger_.counters().copied_bytes += static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+                                       static_cast<std::size_t>(layout.world_size()) *
+                                       (itemsize(dtype) + itemsize(layout.reduce_dtype()));
   }
 }
 

@@ -173,7 +173,8 @@ MergeTraits merge_traits(const UnitConfig& unit) {
   traits.trainable = layout.trainable_count() > 0;
   traits.grad_dtype = layout.grad_dtype();
   traits.reduce_dtype = layout.reduce_dtype();
-  traits.gradient_dtype = layout.unsharded_grad_dtype();
+  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
+  traits.gradient_dtype = dtypes.empty() ? DType::Float32 : dtypes.front();
   traits.is_offloaded = layout.is_offloaded();
   traits.needs_cast = layout.needs_cast();
   traits.mesh = unit.mesh;

@@ -177,7 +177,9 @@ void register_layout(py::module_& m) {
       .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
       .def_property_readonly("gradient_bytes", &UnitLayout::gradient_bytes)
       .def("row_bytes", py::overload_cast<std::size_t>(&UnitLayout::row_bytes, py::const_))
-      .def("row_count", &UnitLayout::row_count);
+      .def("row_count", [](const UnitLayout& layout, std::size_t param, int rank) {
+        return layout.rows(param, rank).count;
+      });
   m.attr("DIRECT_BYTES") = kDirectBytes;
   register_unit_config(m);
   m.def(

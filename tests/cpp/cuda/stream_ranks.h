@@ -199,7 +199,7 @@ class StreamUnit final : public UnitPort {
     run_where_flat([this, expected, data = gradient()] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
-        const std::int64_t count = layout_.row_count(param, rank_) * kColumns;
+        const std::int64_t count = layout_.rows(param, rank_).count * kColumns;
         for (std::int64_t i = 0; i < count; ++i) {
           const float got = data[place.grad_offset + i];
           const float wanted = expected * scale_of(param);
@@ -241,8 +241,8 @@ class StreamUnit final : public UnitPort {
     run_where_flat([this, version = version_, shard = shard_] {
       for (std::size_t param = 0; param < kParams; ++param) {
         const ParamPlacement& place = layout_.placements()[param];
-        const std::int64_t first = layout_.first_row(param, rank_) * kColumns;
-        const std::int64_t numel = layout_.row_count(param, rank_) * kColumns;
+        const std::int64_t first = layout_.rows(param, rank_).first * kColumns;
+        const std::int64_t numel = layout_.rows(param, rank_).count * kColumns;
         for (std::int64_t i = 0; i < numel; ++i) {
           static_cast<float*>(
               shard.get())[place.shard_offset / sizeof(float) + static_cast<std::size_t>(i)] =
