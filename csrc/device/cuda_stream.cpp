@@ -326,8 +326,6 @@ class CudaDevice final : public Device {
     }
   }
 
-  void synchronize() override { synchronizer()(); }
-
   std::function<void()> synchronizer() const override {
     return [index = index_] {
       const CudaDeviceGuard guard(index);
@@ -357,12 +355,6 @@ class CudaDevice final : public Device {
       launch_transfer_by_engines(handle, duration, moves,
                                  moves.empty() ? nullptr : start_word(stream));
     }
-  }
-
-  int driver_version() const override {
-    int version = 0;
-    FSDP_CUDA_CHECK(cudaDriverGetVersion(&version));
-    return version;
   }
 
   bool is_capturing() const override { return capture() != 0; }
@@ -443,6 +435,12 @@ void CudaStream::synchronize() {
 }
 
 }  // namespace
+
+int cuda_driver_version() {
+  int version = 0;
+  FSDP_CUDA_CHECK(cudaDriverGetVersion(&version));
+  return version;
+}
 
 std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout,
                                          CudaFramework framework) {

@@ -4,6 +4,8 @@
 
 namespace fsdp {
 
+int cuda_driver_version() { throw Error(kNeedsCudaBuild); }
+
 std::unique_ptr<Device> make_cuda_device(int /*index*/, std::chrono::milliseconds /*timeout*/,
                                          CudaFramework /*framework*/) {
   throw Error(kNeedsCudaBuild);

@@ -204,17 +204,14 @@ class Device {
     return [] {};
   }
 
-  // Returns a function with the effect of synchronize(). It may be called after this object's end.
+  // Returns a function that blocks the calling thread until all work on the device is done, from
+  // any source. It may be called after this object's end. Off the hot path.
   virtual std::function<void()> synchronizer() const {
     return [] {};
   }
 
   // Returns memory that the framework keeps for later allocations to the hardware.
   virtual void free_cached_memory() {}
-
-  // Blocks the calling thread until all work on the device is done, from any source. Off the hot
-  // path.
-  virtual void synchronize() {}
 
   // Copies to and from the host's memory, in order of `stream`. Off the hot path. The host's side
   // has been read or written when the stream is past this point.
@@ -246,9 +243,6 @@ class Device {
   std::shared_ptr<void> begin_range(const std::string& name, std::size_t bytes) const {
     return begin_range_ == nullptr ? nullptr : begin_range_(name, bytes);
   }
-
-  // The newest CUDA version that the driver has: 12050 is 12.5. 0 where there is none.
-  virtual int driver_version() const { return 0; }
 
   // Whether the compute stream is being captured into a CUDA graph.
   virtual bool is_capturing() const { return false; }
@@ -298,6 +292,9 @@ struct CudaFramework {
   std::shared_ptr<void> (*allocate)(int device, std::size_t bytes) = nullptr;
   void (*free_cached)() = nullptr;  // may be null
 };
+
+// The newest CUDA version that the driver has: 12050 is 12.5. Throws in a build without CUDA.
+int cuda_driver_version();
 
 // Throws if there is no such GPU, and in a build without CUDA (no_cuda_stream.cpp).
 std::unique_ptr<Device> make_cuda_device(int index, std::chrono::milliseconds timeout,

@@ -239,7 +239,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
              "A CUDA graph cannot capture the set-up in the first iteration. Run a few whole "
              "steps before capturing one.");
   std::unique_ptr<Packer> packer = make_cuda_packer(*device, pack_multiprocessors);
-  options.driver = device->driver_version();
+  options.driver = cuda_driver_version();
   if (options.size > 1 && store != nullptr) {
     options.lanes = std::make_shared<DeviceLanes>();
     options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,

@@ -49,12 +49,11 @@ std::vector<CollectiveRecord> gathers_of(Rank& rank, const std::function<void()>
   ledger.enable_log(true);
   body();
   std::vector<CollectiveRecord> gathers;
-  for (const CollectiveRecord& record : ledger.log()) {
+  for (const CollectiveRecord& record : ledger.take_log()) {
     if (record.op == Collective::AllGather || record.op == Collective::GroupAllGather) {
       gathers.push_back(record);
     }
   }
-  ledger.clear_log();
   ledger.enable_log(false);
   return gathers;
 }

@@ -216,13 +216,13 @@ TEST(UnitLayout, ChunksOfSeveralRunsComeLastAndAreAlwaysPacked) {
   const UnitLayout layout({params[0], params[2], params[1]}, 2, DType::Float32, DType::Float32,
                           /*direct_bytes=*/1);
   for (const GatherBy by : {GatherBy::Parameter, GatherBy::Size}) {
-    const GatherPlan plan = layout.gather_plan(by, layout.whole());
+    const GatherPlan plan = layout.gather_plan(by, whole(layout));
     EXPECT_EQ(plan.direct.size(), 2U);
     ASSERT_EQ(plan.unpack.entries.size(), 1U);
     EXPECT_EQ(plan.unpack.entries[0].runs, 3);
     EXPECT_EQ(plan.packed_bytes, 12 * sizeof(float));
   }
-  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries[2].runs, 3);
+  EXPECT_EQ(layout.reduce_plan(whole(layout)).pack.entries[2].runs, 3);
   // Even a bucket that begins with it, and a message that is smaller than it.
   const UnitLayout joined = UnitLayout::joined({&layout, &layout});
   const LayoutPart part{2, 6};
@@ -236,8 +236,8 @@ TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {
                           DType::Float32, DType::BFloat16);
   EXPECT_EQ(layout.placements()[1].grad_offset, -1);
   EXPECT_EQ(layout.placements()[2].grad_offset, 8);  // 16 bytes of bfloat16
-  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries.size(), 2U);
-  EXPECT_EQ(layout.gather_plan(GatherBy::Packing, layout.whole()).unpack.entries.size(), 3U);
+  EXPECT_EQ(layout.reduce_plan(whole(layout)).pack.entries.size(), 2U);
+  EXPECT_EQ(layout.gather_plan(GatherBy::Packing, whole(layout)).unpack.entries.size(), 3U);
 }
 
 TEST(UnitLayout, WhatIsNotGatheredHasAPlaceInTheReductionOnly) {
@@ -250,15 +250,15 @@ TEST(UnitLayout, WhatIsNotGatheredHasAPlaceInTheReductionOnly) {
   EXPECT_EQ(layout.shard_bytes(), 32U);  // 2 * 3 elements, aligned
   EXPECT_EQ(layout.gather_bytes(), 32U);
   EXPECT_EQ(layout.unsharded_bytes(), kRegionAlignment);
-  EXPECT_EQ(layout.shard_to_gather_plan(layout.whole()).entries.size(), 1U);
+  EXPECT_EQ(layout.shard_to_gather_plan(whole(layout)).entries.size(), 1U);
   for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
-    const GatherPlan plan = layout.gather_plan(by, layout.whole());
+    const GatherPlan plan = layout.gather_plan(by, whole(layout));
     ASSERT_EQ(plan.direct.size(), 1U);
     EXPECT_EQ(plan.direct[0].source_offset, 0U);
     EXPECT_EQ(plan.direct[0].destination_offset, 0U);
     EXPECT_EQ(plan.packed_bytes, 0U);
   }
-  EXPECT_EQ(layout.reduce_plan(layout.whole()).pack.entries.size(), 3U);
+  EXPECT_EQ(layout.reduce_plan(whole(layout)).pack.entries.size(), 3U);
   EXPECT_EQ(layout.row_bytes(0), 2 * 3 * sizeof(float));
   // Messages of the gather do not count it, however small they are.
   EXPECT_EQ(layout.parts(Wire::Gather, 2 * 6 * sizeof(float)).size(), 1U);
@@ -271,15 +271,15 @@ TEST(UnitLayout, NeighboursAreCastInOneRun) {
   a.param_dtype = b.param_dtype = DType::BFloat16;
   const UnitLayout layout({a, b}, 2, DType::Float32, DType::Float32);
   EXPECT_TRUE(layout.needs_cast());
-  ASSERT_EQ(layout.shard_to_gather_plan(layout.whole()).entries.size(), 1U);
-  EXPECT_EQ(layout.shard_to_gather_plan(layout.whole()).entries[0].numel, 32);
+  ASSERT_EQ(layout.shard_to_gather_plan(whole(layout)).entries.size(), 1U);
+  EXPECT_EQ(layout.shard_to_gather_plan(whole(layout)).entries[0].numel, 32);
 }
 
 TEST(UnitLayout, ALoneParameterNeedsNoUnpacking) {
   for (const GatherBy by : {GatherBy::Packing, GatherBy::Size, GatherBy::Parameter}) {
     const UnitLayout layout({spec("w", 5, 3), spec("empty", 0, 3)}, 4, DType::Float32,
                             DType::Float32);
-    const GatherPlan plan = layout.gather_plan(by, layout.whole());
+    const GatherPlan plan = layout.gather_plan(by, whole(layout));
     ASSERT_EQ(plan.direct.size(), 1U);
     EXPECT_EQ(plan.direct[0].bytes, 2 * 3 * 4U);
     EXPECT_EQ(plan.packed_bytes, 0U);
@@ -301,11 +301,11 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
   const UnitLayout layout({spec("large", 8, 16), spec("a", 4, 3), spec("b", 4, 3)}, 2,
                           DType::Float32, DType::Float32, /*direct_bytes=*/512);
 
-  const GatherPlan packed = layout.gather_plan(GatherBy::Packing, layout.whole());
+  const GatherPlan packed = layout.gather_plan(GatherBy::Packing, whole(layout));
   EXPECT_TRUE(packed.direct.empty());
   EXPECT_EQ(packed.packed_bytes, layout.gather_bytes());
 
-  const GatherPlan plan = layout.gather_plan(GatherBy::Size, layout.whole());
+  const GatherPlan plan = layout.gather_plan(GatherBy::Size, whole(layout));
   ASSERT_EQ(plan.direct.size(), 1U);
   EXPECT_EQ(plan.direct[0].destination_offset, layout.placements()[0].unsharded_offset);
   EXPECT_EQ(plan.direct[0].bytes, 256U);
@@ -315,7 +315,7 @@ TEST(UnitLayout, LargeParametersAreGatheredToTheirPlacesWhereATransportCanGroup)
   EXPECT_EQ(plan.unpack.entries[0].source_offset, 0U);
   EXPECT_EQ(plan.unpack.segment_bytes, plan.packed_bytes);
 
-  const GatherPlan direct = layout.gather_plan(GatherBy::Parameter, layout.whole());
+  const GatherPlan direct = layout.gather_plan(GatherBy::Parameter, whole(layout));
   ASSERT_EQ(direct.direct.size(), 3U);
   EXPECT_EQ(direct.direct[2].source_offset, layout.placements()[2].gather_offset);
   EXPECT_EQ(direct.direct[2].destination_offset, layout.placements()[2].unsharded_offset);

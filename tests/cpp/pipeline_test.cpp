@@ -68,14 +68,13 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
       std::vector<int> forward;
       std::vector<int> backward;
       std::vector<int> reduced;
-      for (const CollectiveRecord& record : rank.pipeline->ledger().log()) {
+      for (const CollectiveRecord& record : rank.pipeline->ledger().take_log()) {
         if (record.op == Collective::ReduceScatter) {
           reduced.push_back(record.units.first);
         } else {
           (record.phase == Phase::Forward ? forward : backward).push_back(record.units.first);
         }
       }
-      rank.pipeline->ledger().clear_log();
       EXPECT_EQ(forward, (std::vector<int>{0, 1, 2, 3, 4, 5}));
       EXPECT_EQ(backward, (std::vector<int>{3, 2, 1}));
       EXPECT_EQ(reduced, (std::vector<int>{5, 4, 3, 2, 1, 0}));

@@ -312,13 +312,12 @@ inline Sent sent_by(Rank& rank, const std::function<void()>& body) {
   rank.pipeline->ledger().enable_log(true);
   body();
   Sent sent;
-  for (const CollectiveRecord& record : rank.pipeline->ledger().log()) {
+  for (const CollectiveRecord& record : rank.pipeline->ledger().take_log()) {
     (record.op == Collective::ReduceScatter ? sent.reduced
      : record.phase == Phase::Forward       ? sent.forward
                                             : sent.backward)
         .push_back(record.units.first);
   }
-  rank.pipeline->ledger().clear_log();
   return sent;
 }
 

@@ -303,7 +303,7 @@ void NcclBuffers::free(const Buffer& buffer) {
 // NCCL unmaps memory even if the device still reads it.
 void NcclBuffers::synchronize() {
   try {
-    device_.synchronize();
+    device_.synchronizer()();
   } catch (const std::exception&) {
     // Work has failed. Its waiters get the error.
   }

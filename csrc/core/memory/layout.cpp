@@ -200,7 +200,7 @@ std::int64_t UnitLayout::rows_of_a_message(Wire wire, std::size_t param,
 
 std::vector<LayoutPart> UnitLayout::parts(Wire wire, std::size_t most_bytes) const {
   if (most_bytes == 0) {
-    return {whole()};
+    return {whole(*this)};
   }
   std::vector<LayoutPart> parts;
   LayoutPart open;  // whole parameters of `bytes` bytes
@@ -229,7 +229,7 @@ std::vector<LayoutPart> UnitLayout::parts(Wire wire, std::size_t most_bytes) con
     open.first = i + 1;
   }
   close(params_.size());
-  return parts.empty() ? std::vector<LayoutPart>{whole()} : parts;
+  return parts.empty() ? std::vector<LayoutPart>{whole(*this)} : parts;
 }
 
 std::size_t UnitLayout::end_of_gather(std::size_t end) const {

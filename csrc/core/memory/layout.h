@@ -205,7 +205,6 @@ class UnitLayout {
   // as fit, or as many rows of a larger one. 0: one part of everything. A row that is larger is a
   // part of a reduction by itself, and an error in a gather.
   std::vector<LayoutPart> parts(Wire wire, std::size_t most_bytes) const;
-  LayoutPart whole() const { return {0, params_.size()}; }
 
   // Descriptors for the packer. Offsets are those of the whole unit, except in the segments of a
   // ReducePlan, which are the part's.
@@ -252,5 +251,7 @@ class UnitLayout {
   bool is_offloaded_ = false;
   bool needs_cast_ = false;
 };
+
+inline LayoutPart whole(const UnitLayout& layout) { return {0, layout.params().size()}; }
 
 }  // namespace fsdp

@@ -67,7 +67,7 @@ std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, MessageLimits lim
                                return layout.reduce_plan(part).pack.segment_numel == 0;
                              }),
               parts.end());
-  return parts.empty() ? std::vector<LayoutPart>{layout.whole()} : parts;
+  return parts.empty() ? std::vector<LayoutPart>{whole(layout)} : parts;
 }
 
 BucketBuffers buffers_of(const UnitLayout& layout, GatherBy by, MessageLimits limits,

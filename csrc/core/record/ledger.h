@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/stream.h"
@@ -136,8 +137,8 @@ class Ledger {
   void reset();  // everything except what is unsharded now
 
   void enable_log(bool enabled) { logging_ = enabled; }
-  const std::vector<CollectiveRecord>& log() const { return log_; }
-  void clear_log() { log_.clear(); }
+  // Returns the collectives since the last call.
+  std::vector<CollectiveRecord> take_log() { return std::exchange(log_, {}); }
 
   void count_collective(Collective op, UnitRange units, std::size_t bytes);
   void add_unsharded_unit();

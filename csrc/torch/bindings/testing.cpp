@@ -157,13 +157,11 @@ py::dict counters_of(TorchRoot& root) {
 py::list take_log(TorchRoot& root) {
   static const char* const ops[] = {"all_gather", "reduce_scatter", "all_reduce",
                                     "group_all_gather"};
-  Ledger& ledger = root.pipeline().ledger();
   py::list result;
-  for (const CollectiveRecord& record : ledger.log()) {
+  for (const CollectiveRecord& record : root.pipeline().ledger().take_log()) {
     result.append(py::make_tuple(ops[static_cast<int>(record.op)], name(record.phase),
                                  name_of_units(root, record.units), record.bytes));
   }
-  ledger.clear_log();
   return result;
 }
 
