@@ -81,7 +81,8 @@ def plan(
 
     Nothing is allocated and ``model`` stays as it is: ``plan`` works on a copy without memory. No
     process group is needed. Buckets follow the order in which modules are registered. The run uses
-    the same buckets in its first iteration, and later if forward runs modules in that order.
+    the same buckets and buffers in its first iteration, and later if forward runs modules in that
+    order.
 
     The memory includes all allocations of fsdp_ext and the optimizer, without activations. Times
     are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives

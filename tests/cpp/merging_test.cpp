@@ -181,5 +181,23 @@ TEST(Merging, GivesContiguousAndBalancedPartsOfAnyForward) {
   }
 }
 
+TEST(Merging, KnowsWhetherUnitsRunInOrderOfRegistration) {
+  EXPECT_TRUE(are_in_order_of_registration(events_of_registration({-1, 0, 1, 1, 0})));
+  // Unit 2 does not run, and unit 1 has several modules.
+  EXPECT_TRUE(are_in_order_of_registration({{0, true},
+                                            {1, true},
+                                            {3, true},
+                                            {3, false},
+                                            {1, true},
+                                            {1, false},
+                                            {4, true},
+                                            {4, false},
+                                            {0, false}}));
+  EXPECT_FALSE(are_in_order_of_registration(
+      {{0, true}, {2, true}, {2, false}, {1, true}, {1, false}, {0, false}}));
+  EXPECT_FALSE(are_in_order_of_registration(
+      {{0, true}, {1, true}, {1, false}, {1, true}, {1, false}, {0, false}}));
+}
+
 }  // namespace
 }  // namespace fsdp

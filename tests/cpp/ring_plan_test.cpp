@@ -13,6 +13,15 @@ namespace {
 constexpr std::size_t kLarge = 2560;
 constexpr std::size_t kSmall = 1024;
 
+BucketSets together(const Partition& partition, const std::vector<int>& parents,
+                    const std::vector<char>& has_slot, std::size_t depth) {
+  std::vector<BucketUse> uses(has_slot.size());
+  for (std::size_t bucket = 0; bucket < uses.size(); ++bucket) {
+    uses[bucket].buffers.slot = has_slot[bucket] != 0 ? 1 : 0;
+  }
+  return unsharded_together(partition, parents, uses, depth);
+}
+
 // A root, whose slot is not in the ring, and units inside that are buckets of their own.
 BucketSets chain(std::size_t units, std::size_t depth) {
   std::vector<int> parents = {-1};
@@ -23,7 +32,7 @@ BucketSets chain(std::size_t units, std::size_t depth) {
   }
   std::vector<char> has_slot(units + 1, 1);
   has_slot[0] = 0;
-  return unsharded_together(partition, events_of_registration(parents), has_slot, depth);
+  return together(partition, parents, has_slot, depth);
 }
 
 // An embedding, layers and a head, behind a root without a slot.
@@ -59,32 +68,22 @@ TEST(UnshardedTogether, NeighboursAreInBothPasses) {
 
 // Units 1 and 4 are inside the root, 2 and 3 are inside 1.
 TEST(UnshardedTogether, AnEnclosingBucketStaysWhileInnerOnesRun) {
-  const std::vector<ForwardEvent> events = events_of_registration({-1, 0, 1, 1, 0});
+  const std::vector<int> parents = {-1, 0, 1, 1, 0};
   const Partition alone = {{0}, {1}, {2}, {3}, {4}};
-  EXPECT_EQ(unsharded_together(alone, events, {0, 1, 1, 1, 1}, 0),
-            (BucketSets{{1}, {1, 2}, {1, 3}, {4}}));
+  EXPECT_EQ(together(alone, parents, {0, 1, 1, 1, 1}, 0), (BucketSets{{1}, {1, 2}, {1, 3}, {4}}));
   // The slot of the root is in the ring, and that of unit 3 is not.
-  EXPECT_EQ(unsharded_together(alone, events, {1, 1, 1, 0, 1}, 0),
+  EXPECT_EQ(together(alone, parents, {1, 1, 1, 0, 1}, 0),
             (BucketSets{{0}, {0, 1}, {0, 1, 2}, {0, 4}}));
   // Backward leaves unit 4 before it enters unit 1, and prefetches 3 behind 1.
-  const BucketSets ahead = unsharded_together(alone, events, {0, 1, 1, 1, 1}, 1);
+  const BucketSets ahead = together(alone, parents, {0, 1, 1, 1, 1}, 1);
   EXPECT_EQ(ahead, (BucketSets{{1}, {1, 2}, {1, 2, 3}, {1, 3, 4}, {4}, {1, 4}, {1, 3}}));
 }
 
 TEST(UnshardedTogether, ABucketOfSeveralUnitsStaysUntilTheLastIsLeft) {
-  const std::vector<ForwardEvent> events = events_of_registration({-1, 0, 0, 0});
-  EXPECT_EQ(unsharded_together({{0}, {1, 2}, {3}}, events, {0, 1, 1}, 0), (BucketSets{{1}, {2}}));
+  const std::vector<int> parents = {-1, 0, 0, 0};
+  EXPECT_EQ(together({{0}, {1, 2}, {3}}, parents, {0, 1, 1}, 0), (BucketSets{{1}, {2}}));
   // Other units run between its units.
-  EXPECT_EQ(unsharded_together({{0}, {1, 3}, {2}}, events, {0, 1, 1}, 0),
-            (BucketSets{{1}, {1, 2}}));
-}
-
-TEST(UnshardedTogether, AUnitOfSeveralModulesStaysUntilItIsLeft) {
-  const std::vector<ForwardEvent> events = {{0, true},  {1, true},  {2, true},
-                                            {2, false}, {1, true},  {1, false},
-                                            {3, true},  {3, false}, {0, false}};
-  EXPECT_EQ(unsharded_together({{0}, {1}, {2}, {3}}, events, {0, 1, 1, 1}, 0),
-            (BucketSets{{1}, {1, 2}, {3}}));
+  EXPECT_EQ(together({{0}, {1, 3}, {2}}, parents, {0, 1, 1}, 0), (BucketSets{{1}, {1, 2}}));
 }
 
 TEST(RingPlan, TwoNeighboursFitWhateverTheNumberOfLayers) {

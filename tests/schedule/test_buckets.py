@@ -224,6 +224,45 @@ def test_the_ring_has_room_for_neighbours_and_not_for_several_large_units(prefet
     run_ranks(_slots_of_unequal_units, 2, prefetch)
 
 
+class _TwoLargeFirst(nn.Module):
+    """It runs its last module second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+        for end in (0, 4):
+            self.layers[end] = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 4, 1, 2, 3):
+            x = self.layers[number](x)
+        return x
+
+
+def _slots_of_another_order() -> None:
+    model: Any = _TwoLargeFirst()
+    for layer in model.layers:
+        fully_shard(layer, bucket_bytes=0)
+    fully_shard(model, bucket_bytes=0)
+    impl, sizes = None, []
+    for _ in range(4):
+        if impl is not None:
+            impl.enable_log(True)
+        model(torch.ones(2, 8)).sum().backward()
+        impl = model._fsdp_ext_unit.root.impl
+        sizes.append(impl.memory()["ring_bytes"])
+    assert impl is not None
+    assert impl.counters()["overflow_slots"] == 0
+    large = impl.memory()["ring_slot_bytes"]
+    assert large < sizes[0] < sizes[1] == sizes[2] == sizes[3] == 2 * large
+    units = [unit for op, phase, unit, _ in impl.take_log()[-15:] if phase == "forward"]
+    assert units == [f"layers.{number}" for number in (0, 4, 1, 2, 3)]
+
+
+def test_slots_are_equal_if_units_run_in_another_order_than_that_of_registration() -> None:
+    run_ranks(_slots_of_another_order, 2)
+
+
 class _Nested(nn.Module):
     """A layer around another one, each of which is a unit."""
 

@@ -11,9 +11,10 @@
 //   layers 0, 1, ...  | even ones      |      | odd ones    |
 //   head              | head                 | last layer   |
 //
-// The schedule tells which buckets are unsharded at once (core/units/unsharded_together.h). The
-// places are preferences. A step that runs in another order puts a bucket wherever there is room
-// (core/memory/buffer_ring.h). Where the schedule cannot be known, slots are equal.
+// The order of registration tells which buckets are unsharded at once
+// (core/units/unsharded_together.h). The places are preferences: a step that leaves units out puts
+// a bucket wherever there is room (core/memory/buffer_ring.h). If the first iteration runs units in
+// another order, or if the user says what is prefetched, slots are equal.
 #pragma once
 
 #include <cstddef>

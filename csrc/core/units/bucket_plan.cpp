@@ -56,21 +56,6 @@ std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
   return buckets;
 }
 
-BucketSets together(const std::vector<PlannedBucket>& buckets, const std::vector<int>& parents,
-                    const BucketPlanOptions& options) {
-  if (options.has_prefetch_lists) {
-    return {};
-  }
-  Partition partition;
-  std::vector<char> has_slot;
-  for (const PlannedBucket& bucket : buckets) {
-    partition.push_back(bucket.units);
-    has_slot.push_back(bucket.use.bytes_in_ring() > 0 ? 1 : 0);
-  }
-  return unsharded_together(partition, events_of_registration(parents), has_slot,
-                            options.prefetch_depth);
-}
-
 // Each size of smaller groups has lanes of its own: Note [group shards].
 std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
                                       const TransportTraits& transport) {
@@ -93,19 +78,25 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
   BucketPlan plan;
   plan.buckets = form_buckets(units, parents, options);
   std::vector<BucketUse> uses;
+  Partition partition;
   const bool has_peers = units.front().layout.world_size() > 1;
   const bool has_replicas = options.replicas > 1;
   bool needs_reduce_output = (has_peers || has_replicas) && options.transport.keeps_reduce_output;
   for (const PlannedBucket& bucket : plan.buckets) {
     uses.push_back(bucket.use);
+    partition.push_back(bucket.units);
     plan.kept_bytes += bucket.use.reshards_after_forward ? 0 : bucket.use.buffers.slot;
     plan.group_shard_bytes += bucket.use.buffers.group_shard;
     needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
   }
   const int slots =
       ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
-  plan.gathers = plan_gathers(uses, slots, together(plan.buckets, parents, options),
-                              options.keeps_gather_inputs);
+  plan.gathers =
+      plan_gathers(uses, slots,
+                   options.has_prefetch_lists
+                       ? BucketSets{}
+                       : unsharded_together(partition, parents, uses, options.prefetch_depth),
+                   options.keeps_gather_inputs);
   plan.reductions = plan_reductions(uses, !options.on_host && has_peers, has_replicas);
   plan.reduce_output_bytes = needs_reduce_output ? plan.reductions.output_bytes : 0;
   plan.message_staging_bytes =

@@ -45,9 +45,22 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
       form(next, reducer);
     }
     partition_is_stale_ = waits;
+    note_order(order, gatherer);
   }
   if (!memory_is_planned()) {
     plan_memory(gatherer, reducer);
+  }
+}
+
+// The ring has places for the order of registration. If any rank has run forward in another order,
+// its slots are equal from then on, on all ranks, since they allocate it together.
+void BucketSet::note_order(const ForwardOrder& order, const Gatherer& gatherer) {
+  const bool is_other = order.is_recorded() && !are_in_order_of_registration(order.first_events());
+  const bool any_is_other = lanes_.gather.most(is_other ? 1 : 0, order.is_recorded()) > 0;
+  if (any_is_other != runs_in_other_order_) {
+    refuse_after_capture(gatherer);
+    runs_in_other_order_ = any_is_other;
+    invalidate_memory();
   }
 }
 
@@ -130,16 +143,6 @@ void BucketSet::form(const Partition& partition, Reducer& reducer) {
   partition_ = partition;
 }
 
-// In order of registration, whatever order forward has run in: ranks may differ in that, and have
-// to allocate the same.
-BucketSets BucketSet::unsharded_together(std::size_t depth) const {
-  std::vector<char> has_slot;
-  for (const auto& bucket : buckets_) {
-    has_slot.push_back(bucket->use().bytes_in_ring() > 0 ? 1 : 0);
-  }
-  return fsdp::unsharded_together(partition_, events_of_registration(parents()), has_slot, depth);
-}
-
 void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph capture cannot allocate buffers. Run a few whole steps before capturing "
@@ -154,7 +157,9 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
   }
   const bool root_reshards = units_.front()->reshard_after_forward;
   gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
-                       has_prefetch_lists ? BucketSets{} : unsharded_together(depth),
+                       has_prefetch_lists || runs_in_other_order_
+                           ? BucketSets{}
+                           : unsharded_together(partition_, parents(), uses_of(buckets_), depth),
                        options_.keeps_gather_inputs);
   reducer.plan_memory(buckets_);
   planned_depth_ = options_.prefetch_depth;

@@ -57,7 +57,7 @@ class BucketSet {
   bool has_other_groups() const;
   Partition partition(const ForwardOrder& order) const;
   std::vector<int> parents() const;
-  BucketSets unsharded_together(std::size_t depth) const;
+  void note_order(const ForwardOrder& order, const Gatherer& gatherer);
   void compare_ranks(const Partition& partition, const ForwardOrder& order);
   void form(const Partition& partition, Reducer& reducer);
   void plan_memory(Gatherer& gatherer, Reducer& reducer);
@@ -69,7 +69,8 @@ class BucketSet {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   Partition partition_;  // of buckets_
   bool partition_is_stale_ = true;
-  int planned_depth_ = kNotPlanned;  // the prefetch depth that memory is planned for
+  bool runs_in_other_order_ = false;  // than that of registration, on any rank
+  int planned_depth_ = kNotPlanned;   // the prefetch depth that memory is planned for
   Compared compared_ = Compared::Nothing;
 };
 

@@ -198,6 +198,24 @@ std::vector<ForwardEvent> events_of_registration(const std::vector<int>& parents
   return events;
 }
 
+// A unit of several modules is entered with each of them and left once.
+bool are_in_order_of_registration(const std::vector<ForwardEvent>& events) {
+  std::vector<int> open;
+  int last = -1;
+  for (const ForwardEvent& event : events) {
+    if (!event.enters) {
+      open.erase(std::remove(open.begin(), open.end(), event.unit), open.end());
+    } else if (std::find(open.begin(), open.end(), event.unit) == open.end()) {
+      if (event.unit <= last) {
+        return false;
+      }
+      last = event.unit;
+      open.push_back(event.unit);
+    }
+  }
+  return true;
+}
+
 Partition merge_units(const std::vector<MergeTraits>& units,
                       const std::vector<ForwardEvent>& events) {
   std::size_t position = 0;

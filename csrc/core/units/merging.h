@@ -49,6 +49,9 @@ struct ForwardEvent {
 // -1.
 std::vector<ForwardEvent> events_of_registration(const std::vector<int>& parents);
 
+// Whether forward entered the units in order of registration, each once.
+bool are_in_order_of_registration(const std::vector<ForwardEvent>& events);
+
 // The buckets in order of their first units, each with its units in the order of `events`. Units
 // without events are alone.
 using Partition = std::vector<std::vector<int>>;

@@ -83,19 +83,6 @@ class Pass {
   std::size_t depth_;
 };
 
-// A unit of several modules is entered with each of them and left once. Only the first enter
-// counts.
-std::vector<ForwardEvent> without_inner_enters(const std::vector<ForwardEvent>& events) {
-  std::vector<ForwardEvent> kept;
-  std::set<int> open;
-  for (const ForwardEvent& event : events) {
-    if (event.enters ? open.insert(event.unit).second : open.erase(event.unit) > 0) {
-      kept.push_back(event);
-    }
-  }
-  return kept;
-}
-
 std::vector<ForwardEvent> reversed(const std::vector<ForwardEvent>& events) {
   std::vector<ForwardEvent> backward;
   std::for_each(events.rbegin(), events.rend(), [&backward](const ForwardEvent& event) {
@@ -106,17 +93,17 @@ std::vector<ForwardEvent> reversed(const std::vector<ForwardEvent>& events) {
 
 }  // namespace
 
-BucketSets unsharded_together(const Partition& partition, const std::vector<ForwardEvent>& events,
-                              const std::vector<char>& has_slot, std::size_t depth) {
-  std::size_t units = 0;
-  for (const std::vector<int>& bucket : partition) {
-    units += bucket.size();
+BucketSets unsharded_together(const Partition& partition, const std::vector<int>& parents,
+                              const std::vector<BucketUse>& uses, std::size_t depth) {
+  std::vector<char> has_slot;
+  for (const BucketUse& use : uses) {
+    has_slot.push_back(use.bytes_in_ring() > 0 ? 1 : 0);
   }
-  const std::vector<ForwardEvent> forward = without_inner_enters(events);
+  const std::vector<ForwardEvent> forward = events_of_registration(parents);
   BucketSets sets;
   std::set<std::vector<int>> seen;
-  Pass(partition, units, has_slot, depth).run(forward, seen, sets);
-  Pass(partition, units, has_slot, depth).run(reversed(forward), seen, sets);
+  Pass(partition, parents.size(), has_slot, depth).run(forward, seen, sets);
+  Pass(partition, parents.size(), has_slot, depth).run(reversed(forward), seen, sets);
   return sets;
 }
 

@@ -1,18 +1,19 @@
-// Which buckets are unsharded at once, if each pass runs the units in a known order and prefetches
-// the next buckets. Pure arithmetic.
+// Which buckets are unsharded at once, if passes run the units in order of registration and
+// prefetch the next buckets. Pure arithmetic.
 #pragma once
 
 #include <cstddef>
 #include <vector>
 
+#include "core/memory/memory_plan.h"
 #include "core/memory/ring_plan.h"
 #include "core/units/merging.h"
 
 namespace fsdp {
 
-// `has_slot`: by bucket, whether its slot is in the ring. `depth` is the number of buckets that are
-// gathered ahead. Backward runs `events` in reverse. Each unit has events.
-BucketSets unsharded_together(const Partition& partition, const std::vector<ForwardEvent>& events,
-                              const std::vector<char>& has_slot, std::size_t depth);
+// `parents`: see events_of_registration. `uses`: by bucket. `depth` is the number of buckets that
+// are gathered ahead.
+BucketSets unsharded_together(const Partition& partition, const std::vector<int>& parents,
+                              const std::vector<BucketUse>& uses, std::size_t depth);
 
 }  // namespace fsdp
