@@ -111,7 +111,7 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
   }
 }
 
-// One allocation for all buckets, because each allocation is a window of its own. See Note [gather
+// One allocation for all buckets, because each allocation is registered by itself. See Note [gather
 // inputs].
 void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
                                       const GatherMemory& memory, bool may_differ) {

@@ -32,8 +32,6 @@ void BufferRing::reacquire(Slot& slot, int bucket) {
   slot.owner = bucket;
 }
 
-// A later slot may overlap the rest of a slot that is given up here. It is written on the same
-// stream, so it is in order, too.
 Slot* BufferRing::try_acquire(int bucket, std::size_t bytes, Stream& writer,
                               const std::string& what) {
   const std::size_t size =

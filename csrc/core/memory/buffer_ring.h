@@ -59,8 +59,9 @@ class BufferRing {
   void reacquire(Slot& slot, int bucket);
 
   // Returns a slot in the ring, or null if there is no room. Work issued to `writer` from now on
-  // starts when the readers of the slots that it overlaps are done. `what` names that work in error
-  // messages.
+  // starts when the readers of the slots that it overlaps are done. Each call has the same writer,
+  // since only that stream orders what is left of an overlapped slot. `what` names the work in
+  // error messages.
   Slot* try_acquire(int bucket, std::size_t bytes, Stream& writer, const std::string& what);
   // Allocates a slot outside the ring.
   Slot* acquire_overflow(int bucket, std::size_t bytes);

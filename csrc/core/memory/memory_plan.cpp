@@ -140,8 +140,9 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
 
 // Both halves of an input must be aligned. With a single message, the second would stay empty.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
-                             bool has_replicas) {
+                             bool has_replicas, bool in_pieces_elsewhere) {
   ReduceMemory memory;
+  memory.any_in_pieces = in_pieces_elsewhere;
   std::size_t messages = 0;
   std::size_t largest = 0;  // message
   std::size_t whole = 0;    // the largest output that is read as a whole

@@ -15,7 +15,7 @@ namespace fsdp {
 struct BucketBuffers {
   std::size_t slot = 0;     // of unsharded parameters; 0: one rank without a cast uses its shard
   std::size_t staging = 0;  // gathered messages are unpacked from here
-  std::size_t gather_input = 0;  // needed if the wire has another dtype than the shard
+  std::size_t gather_input = 0;  // if it is kept: Note [gather inputs] in core/gather/gatherer.h
   std::size_t group_shard = 0;   // kept between forward and backward: Note [group shards]
   std::size_t reduce_input = 0;
   std::size_t reduce_output = 0;    // of all messages
@@ -97,7 +97,8 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
                           const BucketSets& together = {}, bool keeps_inputs = true);
 // `may_pack_ahead`: on several ranks of a device that overlaps copies. `has_replicas`: Note
 // [replicas] in core/reduce/reducer.h.
+// `in_pieces_elsewhere`: buckets of another rank travel in pieces.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
-                             bool has_replicas = false);
+                             bool has_replicas = false, bool in_pieces_elsewhere = false);
 
 }  // namespace fsdp

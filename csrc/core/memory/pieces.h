@@ -56,7 +56,8 @@ class LaneStreams {
   bool any_in_pieces_ = false;
 };
 
-// Pieces use the two halves in turns. A bucket that is one piece uses the whole buffer.
+// A buffer whose halves serve messages in turns. Where no bucket is sent in pieces, it may be used
+// as a whole.
 class HalvedBuffer {
  public:
   explicit HalvedBuffer(Device& device) : released_{device.new_event(), device.new_event()} {}

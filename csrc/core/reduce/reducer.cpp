@@ -54,9 +54,13 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   input_.reset(nullptr, 0);
   output_.reset(nullptr, 0);
   const bool has_peers = lane_.communicator().size() > 1;
-  ReduceMemory memory =
-      plan_reductions(uses_of(buckets), !device_.is_host() && has_peers, has_replicas);
   const bool may_differ = has_several_meshes(buckets);
+  const auto plan = [&](bool in_pieces_elsewhere) {
+    return plan_reductions(uses_of(buckets), !device_.is_host() && has_peers, has_replicas,
+                           in_pieces_elsewhere);
+  };
+  ReduceMemory memory = plan(false);
+  memory = plan(lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0);
   memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
   memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
@@ -493,7 +497,7 @@ void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
 }
 
 // The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
-// exists to add to, and it is a window as on the other ranks. Otherwise each parameter's chunk is
+// exists to add to, and it is registered as on the other ranks. Otherwise each parameter's chunk is
 // cast or added from the reduce output.
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
   bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&

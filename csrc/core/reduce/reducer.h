@@ -86,7 +86,7 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   // Allocates the reduce input for `buckets` and, where it is always needed, the reduce output.
-  // Moves flat gradients into windows.
+  // Moves flat gradients into registered memory.
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
