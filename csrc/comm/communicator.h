@@ -109,7 +109,8 @@ class Communicator {
   virtual void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) = 0;
 
   // At least two all-gathers, in one launch unless gather_by is Packing. The distances between
-  // their inputs are the same on all ranks.
+  // their inputs are the same on all ranks, except in place (`input` is this rank's part of
+  // `output`).
   virtual void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) {
     for (const GatherPart& part : parts) {
       all_gather(stream, part.input, part.output, part.bytes);

@@ -12,9 +12,9 @@
 // A bucket that is too large for one message (`max_message_bytes`) is sent in pieces. The copies
 // around them then have streams of their own. The copies before a message (cast, pack) run on
 // `before`, those after it (unpack, finish) on `after`, so they overlap the messages of other
-// pieces. Pieces use the two halves of the staging buffer and of the reduce input in turns. A
-// bucket that is one piece needs no other stream than the lane's, unless it is packed ahead: Note
-// [packing ahead] in core/reduce/reducer.h.
+// pieces. Pieces use the two halves of the staging buffer, and of the reduce input and output, in
+// turns. A bucket that is one piece needs no other stream than the lane's, unless it is packed
+// ahead: Note [packing ahead] in core/reduce/reducer.h.
 //
 // Note [shards and gradients in windows]
 // NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat

@@ -66,7 +66,7 @@ NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes, Buffer
   }
   throw Error(detail::concat(
       is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
-      " more bytes of GPU memory for buffers of the largest unit",
+      " more bytes of GPU memory for buffers of collectives",
       is_allocated ? "" : ": " + api_.describe(comm_, nccl::kUnhandledCudaError),
       ". Call fully_shard on smaller modules, use more ranks or a smaller batch, or set "
       "FSDP_EXT_NCCL_REGISTER=0 to allocate them with PyTorch's allocator."));

@@ -5,8 +5,7 @@
 // docs/design/cuda.md has a table of what each version does, with NCCL's sources.
 //
 // - Registered buffers (ncclCommRegister) let rings read and write them in place, and let the
-// policy
-//   "efficiency" use the switch (NVLS) with 4 to 6 thread blocks.
+//   policy "efficiency" use the switch (NVLS) with 4 to 6 thread blocks.
 // - Symmetric windows (ncclCommWindowRegister) let symmetric kernels and copy engines run. Windows
 //   without NCCL_WIN_COLL_SYMMETRIC do nothing for collectives that a registered buffer does not,
 //   and map the buffer on every peer, so they are not used.

@@ -52,7 +52,7 @@ class BucketGather {
   std::unique_ptr<Slot> persistent_slot_;
   Issue issue_;
   ShardStamp gathered_from_;
-  std::shared_ptr<void> input_;  // only if the wire has another dtype than the shard
+  std::shared_ptr<void> input_;  // if it is kept: Note [gather inputs] in core/gather/gatherer.h
   ShardStamp cast_from_;
 };
 

@@ -58,7 +58,7 @@ std::vector<GatherPiece> pieces_of(const UnitLayout& layout, MessageLimits limit
     piece.bytes *= static_cast<std::size_t>(layout.world_size());
     piece.gathered = lanes.device->new_event();
     lanes.packer->prepare(piece.cast_plan);
-    if (layout.needs_cast()) {
+    if (layout.needs_cast() && layout.world_size() > 1) {
       plan_casts_in_place(piece, communicator.rank(), *lanes.packer);
     }
     lanes.packer->prepare(piece.plan.unpack);

@@ -126,7 +126,7 @@ bool Gatherer::gathers_in_place(const Bucket& bucket) {
 
 void Gatherer::order_before_gather(const Bucket& bucket) {
   if (bucket.gather.is_in_pieces()) {
-    // The casts overwrite the input, which the bucket's last gather has read.
+    // Casts overwrite a kept input, which the bucket's last gather has read.
     Stream& before = streams_.before(/*in_pieces=*/true);
     streams_.order_after_compute(before);
     before.wait(*bucket.gather.all_ranks_.last_piece().gathered, bucket.gather.all_ranks_.label);

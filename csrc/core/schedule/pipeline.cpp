@@ -203,7 +203,7 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
       continue;
     }
     if (!gatherer_.unshard(target, /*on_demand=*/false)) {
-      return;  // no slot is free, so the next ones would not get one either
+      return;  // the next ones wait behind it, so that gathers keep their order
     }
     last = target.bucket;
     buckets_ahead += 1;

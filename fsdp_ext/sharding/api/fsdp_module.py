@@ -490,7 +490,7 @@ class FSDPModule(TorchFSDPModule):
         refuse_custom_collectives(self._fsdp_ext_unit, caller)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Do nothing: buffers on GPUs are NCCL windows already, if its version has them.
+        """Do nothing: buffers on GPUs are registered with NCCL already.
 
         Raises:
             ValueError: if ``backend`` is not "NCCL", or after :meth:`set_custom_all_gather` or
