@@ -78,8 +78,8 @@ struct ReduceMemory {
   std::size_t output_bytes = 0;  // two halves, with pieces or replicas
   bool any_in_pieces = false;
   bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
-  // Of unsharded gradients: those of a bucket that runs and those in flight together. Note
-  // [gradient lifetime] in core/reduce/reducer.h.
+  // The most bytes of unsharded gradients that the running bucket and the one in flight may have
+  // together: Note [gradient lifetime] in core/reduce/reducer.h.
   std::size_t most_gradients = 0;
 };
 

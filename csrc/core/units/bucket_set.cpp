@@ -52,8 +52,8 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
   }
 }
 
-// The ring has places for the order of registration. If any rank has run forward in another order,
-// its slots are equal from then on, on all ranks, since they allocate it together.
+// Places in the ring are for the order of registration. If any rank has run forward in another
+// order, slots are equal on all ranks from then on, since ranks allocate the ring together.
 void BucketSet::note_order(const ForwardOrder& order, const Gatherer& gatherer) {
   const bool is_other = order.is_recorded() && !are_in_order_of_registration(order.first_events());
   const bool any_is_other = lanes_.gather.most(is_other ? 1 : 0, order.is_recorded()) > 0;
