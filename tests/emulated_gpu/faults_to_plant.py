@@ -87,8 +87,8 @@ EDITS = (
     Edit(
         "a slot is acquired that another bucket owns",
         "csrc/core/memory/buffer_ring.cpp",
-        "is_free = is_free && slot.owner == Slot::kNobody;",
-        "is_free = is_free || slot.owner == Slot::kNobody;",
+        "slot.owner == Slot::kNobody ? slot.released_at : kTaken",
+        "slot.released_at",
     ),
     Edit(
         "one rank reduces two buckets in another order",

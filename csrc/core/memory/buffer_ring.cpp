@@ -71,11 +71,14 @@ void BufferRing::for_each_overlap(std::size_t offset, std::size_t bytes, const V
   }
 }
 
-bool BufferRing::is_free(std::size_t offset, std::size_t bytes) const {
-  bool is_free = offset + bytes <= plan_.bytes;
-  for_each_overlap(offset, bytes,
-                   [&](const Slot& slot) { is_free = is_free && slot.owner == Slot::kNobody; });
-  return is_free;
+// When the newest slot was released that a slot there would overlap. kTaken if such a slot has an
+// owner, or if the ring ends before.
+std::uint64_t BufferRing::newest_release(std::size_t offset, std::size_t bytes) const {
+  std::uint64_t newest = offset + bytes <= plan_.bytes ? 0 : kTaken;
+  for_each_overlap(offset, bytes, [&newest](const Slot& slot) {
+    newest = std::max(newest, slot.owner == Slot::kNobody ? slot.released_at : kTaken);
+  });
+  return newest;
 }
 
 // The planned place if it is free. Otherwise the place at an end of the ring or of a slot whose
@@ -83,21 +86,15 @@ bool BufferRing::is_free(std::size_t offset, std::size_t bytes) const {
 std::size_t BufferRing::find_room(int bucket, std::size_t bytes) const {
   if (!plan_.offsets.empty()) {
     const std::size_t planned = plan_.offsets.at(static_cast<std::size_t>(bucket));
-    if (is_free(planned, bytes)) {
+    if (newest_release(planned, bytes) != kTaken) {
       return planned;
     }
   }
   std::size_t best = kNoRoom;
-  std::uint64_t best_released = 0;
+  std::uint64_t best_released = kTaken;
   const auto consider = [&](std::size_t offset) {
-    if (!is_free(offset, bytes)) {
-      return;
-    }
-    std::uint64_t released = 0;
-    for_each_overlap(offset, bytes, [&released](const Slot& slot) {
-      released = std::max(released, slot.released_at);
-    });
-    if (best == kNoRoom || released < best_released) {
+    const std::uint64_t released = newest_release(offset, bytes);
+    if (released < best_released) {
       best = offset;
       best_released = released;
     }

@@ -78,10 +78,11 @@ class BufferRing {
 
  private:
   static constexpr std::size_t kNoRoom = static_cast<std::size_t>(-1);
+  static constexpr std::uint64_t kTaken = static_cast<std::uint64_t>(-1);
 
   template <typename Visit>
   void for_each_overlap(std::size_t offset, std::size_t bytes, const Visit& visit) const;
-  bool is_free(std::size_t offset, std::size_t bytes) const;
+  std::uint64_t newest_release(std::size_t offset, std::size_t bytes) const;
   std::size_t find_room(int bucket, std::size_t bytes) const;
   Slot& unused_slot();
 
