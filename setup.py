@@ -237,7 +237,7 @@ def build_directory(torch: Torch, kind: str) -> Path:
     """Return the directory that keeps objects between builds of the same kind."""
     # Each of pip's isolated environments has torch in another directory.
     isolated = "" if torch.directory.is_relative_to(sys.prefix) else "-isolated"
-    # CMake forgets its settings if the compiler changes in a directory.
+    # If the compiler of a build directory changes, CMake drops all settings of that directory.
     kind = f"{kind}-nvcc{nvcc_version()}" if kind == "CUDA" else kind
     tag = f"{kind.lower()}-torch{torch.version}-{sys.implementation.cache_tag}{isolated}"
     return ROOT / "build" / tag

@@ -13,7 +13,7 @@ void TorchUnit::begin_checksum() {
   checksum_->shard = hash_of_shard();
 }
 
-// The compute stream has waited for the step, so reading the numbers takes little time.
+// Reading the numbers makes the host wait for the compute stream, which has waited for all lanes.
 StepChecksum::Numbers TorchUnit::end_checksum() {
   hash_parameters();  // of a unit that stays unsharded
   const std::unique_ptr<StepChecksum> look = std::move(checksum_);

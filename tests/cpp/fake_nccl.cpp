@@ -164,8 +164,8 @@ void remove_window(const void* memory) {
   registered().erase(window);
 }
 
-// The path of a collective on these buffers: enqueue.cc and scheduler/symmetric_sched.cc. Returns
-// false if it is that of neither copy engines nor symmetric kernels.
+// Whether a collective on these buffers runs by copy engines or as a symmetric kernel, and as no
+// other kernel of NCCL's. The rules are those of enqueue.cc and scheduler/symmetric_sched.cc.
 bool takes_windows(const Place& input, const Place& output, bool is_gather, const NcclComm* comm) {
   const bool takes_plain_inputs = state.version >= 22900;
   const bool both = input.is_symmetric && output.is_symmetric;

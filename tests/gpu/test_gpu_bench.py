@@ -93,7 +93,7 @@ def test_collectives_of_lanes_with_settings_have_no_wrong_element(tmp_path: Path
 def _write_a_trace(out: str) -> None:
     dist.destroy_process_group()
     load_tool(TOOLS / "gpu_trace.py").trace(DEVICE, Path(out), quick=True)
-    # The launcher destroys the simulated ranks' group.
+    # The group of the simulated ranks stays. The launcher destroys it after the test.
 
 
 @pytest.mark.timeout(120)

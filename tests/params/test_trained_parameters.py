@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
+from support.models import TwoLayers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -23,22 +24,17 @@ class Stop(Exception):
     """Raised by a model on purpose."""
 
 
-class Model(nn.Module):
-    """Two layers in units of their own, and one in the root unit. It can fail."""
+class Model(TwoLayers):
+    """It can fail in forward, after its layers have run."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 4)
         self.failure: Exception | None = None
+        self.head.register_forward_pre_hook(self._raise_failure)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
+    def _raise_failure(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure
-        return self.head(x)
 
     def fail(self, x: Tensor) -> Tensor:
         raise Stop

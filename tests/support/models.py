@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,21 @@ class BareRoot(Subject):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
+
+
+class TwoLayers(nn.Module):
+    """Two layers to be units of their own, and a head for the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return cast(Tensor, self.head(x))
 
 
 class GroupedModules(Stack):

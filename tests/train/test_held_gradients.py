@@ -10,30 +10,16 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
-from torch import Tensor, nn
+from support.models import TwoLayers
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import fully_shard
 
 
-class Model(nn.Module):
-    """Two layers in units of their own, and one in the root unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.head(x)
-
-
 def sharded(system: Any = fully_shard) -> Any:
-    model = Model()
+    model = TwoLayers()
     for layer in model.layers:
         system(layer)
     return system(model)
@@ -177,7 +163,7 @@ def _seen(model: Any, params: dict[str, Any]) -> list[list[float] | None]:
 
 
 def _between_passes(system: Any, **options: Any) -> list[Any]:
-    model = Model()
+    model = TwoLayers()
     for layer in model.layers:
         system(layer, **options)
     system(model, **options)

@@ -5,8 +5,8 @@
 // another program left there. So whatever comes from a peer is checked before it is used: addresses
 // by parse_address, offsets by PeerMemory, mailboxes by the functions of
 // comm/shared_memory/mailbox.h. Each check reads a value exactly once, because a peer can change it
-// at any time. Peers can make a collective fail or its result wrong, but they cannot crash this
-// process.
+// at any time. A damaged peer can make a collective fail, or make its result wrong. It cannot crash
+// this process.
 #pragma once
 
 #include <cstddef>

@@ -34,7 +34,8 @@ struct RingPlan {
 };
 
 // `bytes` has the size of each bucket's slot, by number; 0: it has none in the ring.
-// `together`: the buckets that are unsharded at once; empty: any `slots` buckets may be.
+// `together` has the sets of buckets that are unsharded at once. Empty: any `slots` buckets may be,
+// and slots are equal.
 RingPlan plan_ring(const std::vector<std::size_t>& bytes, int slots, const BucketSets& together);
 
 // A ring of `slots` equal slots.

@@ -137,7 +137,7 @@ class Ledger {
   void reset();  // everything except what is unsharded now
 
   void enable_log(bool enabled) { logging_ = enabled; }
-  // Returns the collectives since the last call.
+  // Returns the collectives that were logged since the last call, and forgets them.
   std::vector<CollectiveRecord> take_log() { return std::exchange(log_, {}); }
 
   void count_collective(Collective op, UnitRange units, std::size_t bytes);

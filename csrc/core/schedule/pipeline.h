@@ -83,9 +83,9 @@ class Pipeline {
   // Cleans up after an exception in forward or backward: waits for work in flight and reshards
   // every unit. After a failed backward it drops gradients that are not reduced, because they may
   // include a part of that backward's. After a failed forward they stay, because a forward adds no
-  // gradients. After::Anything drops them in any case. With After::FailureInForward, a forward
-  // around the backward goes on. Returns whether gradients of earlier backwards are lost.
-  // begin_forward calls it if the last pass did not end.
+  // gradients. After::Anything drops them in any case. After::FailureInForward is for a backward
+  // inside a forward that goes on. Returns whether gradients of earlier backwards are lost.
+  // begin_forward calls this function if the last pass did not end.
   enum class After : std::uint8_t { Failure, FailureInForward, Anything };
   bool reset(After what = After::Anything);
   const std::shared_ptr<Passes>& passes() const { return shared_passes_; }

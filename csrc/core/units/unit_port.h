@@ -45,8 +45,8 @@ class UnitPort {
   // where the port finds them afterwards. Otherwise they are packed.
   virtual bool keeps_gradients() { return false; }
 
-  // Whether a user still holds a sharded gradient that is no longer in .grad. The next reduction
-  // would overwrite it.
+  // Whether a user still holds a sharded gradient that is no longer in .grad. Without new memory
+  // (renew_gradient), the next reduction would overwrite the user's tensor.
   virtual bool has_held_gradients() = 0;
   // Makes new sharded gradients in `memory`. Their values are undefined. Holders of the old ones
   // keep the old memory.
