@@ -175,8 +175,9 @@ def fully_shard(
             "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
         keep_gather_inputs: whether each rank keeps its shards as it has cast them in forward, to
             gather them again in backward. Otherwise they are cast for each gather, which takes no
-            memory. By default they are kept on the CPU, and not on a GPU, where keeping them halves
-            the traffic over PCIe with ``CPUOffloadPolicy``. Only the root's value is used.
+            memory. By default they are kept on the CPU, and not on a GPU. If they are kept, shards
+            that ``CPUOffloadPolicy`` has on the host cross PCIe once a step instead of twice. Only
+            the root's value is used.
         check_every: the number of steps from one checked step to the next. In a checked step all
             ranks compare gathered parameters, and with hybrid sharding the shards of replicas. A
             difference, or a shard that changed although nothing wrote it, raises RuntimeError at
