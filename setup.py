@@ -4,7 +4,8 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
-    CUDA_HOME=dir   use this CUDA toolkit; otherwise the one of the nvcc on the PATH, or else
+    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first whose major version is torch's: of
+                    the nvcc on the PATH, from PyPI beside torch, of the environment (conda), or in
                     /usr/local/cuda
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,6 +35,10 @@ OLDEST_TORCH = (2, 11)
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
 DEFAULT_CUDA = "/usr/local/cuda/bin"
+# What PyPI's nvcc needs. CMake asks for CCCL, and nvidia-cuda-nvcc for any version of the others.
+PARTS_OF_ONE_RELEASE = ("nvidia-cuda-crt", "nvidia-nvvm")
+PARTS_OF_NVCC = (*PARTS_OF_ONE_RELEASE, "nvidia-cuda-cccl", "nvidia-cuda-runtime")
+EXTRAS = "nvcc,crt,nvvm,cudart,cccl"  # of the package cuda-toolkit
 EXTENSION = "fsdp_ext._C"
 BUILD_INFO = "_build_info.py"
 
@@ -45,6 +52,24 @@ class Torch:
     cuda: str | None
     cxx_standard: int
     cxx11_abi: bool
+
+    @property
+    def cuda_major(self) -> str:
+        """The major version of its CUDA; empty if it has none."""
+        return (self.cuda or "").split(".")[0]
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """A compiler for CUDA, and its release, such as "13.0"."""
+
+    path: Path
+    release: str
+
+    @property
+    def toolkit(self) -> Path:
+        """The directory with the compiler's headers and libraries."""
+        return self.path.resolve().parents[1]
 
 
 def find_torch() -> Torch:
@@ -79,7 +104,7 @@ def find_torch() -> Torch:
     )
 
 
-def choose_kind(torch: Torch) -> tuple[str, str]:
+def choose_kind(torch: Torch, nvcc: Nvcc | None) -> tuple[str, str]:
     """Return what to build, "CPU" or "CUDA", and why.
 
     Raises:
@@ -93,34 +118,67 @@ def choose_kind(torch: Torch) -> tuple[str, str]:
         )
     if force_cpu:
         return "CPU", "FORCE_CPU=1"
-    missing = why_no_cuda(torch)
+    missing = why_no_cuda(torch, nvcc)
     if missing is None:
-        return "CUDA", "FORCE_CUDA=1" if force_cuda else f"with nvcc {nvcc_version()}"
+        assert nvcc is not None
+        return "CUDA", f"with nvcc {nvcc.release}, {nvcc.path}"
+    if torch.cuda is None and force_cuda:
+        raise SystemExit(
+            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. Install a torch "
+            "with CUDA, or unset FORCE_CUDA to make the CPU build."
+        )
     if force_cuda:
         raise SystemExit(
-            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. Install what is "
-            "missing, or unset FORCE_CUDA to make the CPU build."
+            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. "
+            f"{how_to_get_nvcc(torch)}, or unset FORCE_CUDA to make the CPU build."
         )
     if torch.cuda is not None and has_driver():
         raise SystemExit(
             f"This machine has NVIDIA's driver and torch {torch.version} has CUDA, but {missing}. "
-            f"Install the CUDA toolkit {torch.cuda.split('.')[0]} and set CUDA_HOME to it, or set "
-            "FORCE_CPU=1 for a build of fsdp_ext without CUDA."
+            f"{how_to_get_nvcc(torch)}, or set FORCE_CPU=1 for a build of fsdp_ext without CUDA."
         )
     return "CPU", missing
 
 
-def why_no_cuda(torch: Torch) -> str | None:
+def why_no_cuda(torch: Torch, nvcc: Nvcc | None) -> str | None:
     """Return why a CUDA build is impossible, or None if it is possible."""
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA"
-    version = nvcc_version()
-    if version is None:
+    if nvcc is None:
         home = cuda_home()
         return f"CUDA_HOME={home} has no bin/nvcc" if home else "there is no nvcc"
-    if version.split(".")[0] != torch.cuda.split(".")[0]:
-        return f"nvcc belongs to CUDA {version} and torch to CUDA {torch.cuda}"
+    if nvcc.release.split(".")[0] != torch.cuda_major:
+        return f"{nvcc.path} belongs to CUDA {nvcc.release} and torch to CUDA {torch.cuda}"
+    return why_incomplete(nvcc)
+
+
+def why_incomplete(nvcc: Nvcc) -> str | None:
+    """Return what an nvcc from PyPI lacks, whose parts are packages of their own, or None."""
+    if not is_from_pypi(nvcc):
+        return None
+    site_packages = str(nvcc.toolkit.parents[1])
+    installed = {
+        found.metadata["Name"]: found.version for found in distributions(path=[site_packages])
+    }
+    for package in PARTS_OF_NVCC:
+        if package not in installed:
+            return f"{nvcc.path} lacks the package {package}"
+    for package in PARTS_OF_ONE_RELEASE:  # a newer nvvm writes PTX that an older ptxas refuses
+        if not installed[package].startswith(f"{nvcc.release}."):
+            return (
+                f"{nvcc.path} is of CUDA {nvcc.release} and its package {package} is "
+                f"{installed[package]}"
+            )
     return None
+
+
+def how_to_get_nvcc(torch: Torch) -> str:
+    """Return the beginning of a sentence that says how to get an nvcc that fits torch."""
+    # PyPI's nvidia-cuda-nvcc-cu12 has no nvcc in it.
+    by_pip = f'run `pip install "cuda-toolkit[{EXTRAS}]=={torch.cuda}.*"`, or '
+    by_pip = by_pip if int(torch.cuda_major) >= 13 else ""
+    rest = f"install the CUDA toolkit {torch.cuda_major} and set CUDA_HOME to it"
+    return (by_pip + rest)[0].upper() + (by_pip + rest)[1:]
 
 
 def has_driver() -> bool:
@@ -137,25 +195,65 @@ def cuda_home() -> str | None:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or None
 
 
-def find_nvcc() -> str | None:
-    """Return the path of nvcc, or None. It is looked for where torch looks."""
+def find_nvcc(torch: Torch) -> Nvcc | None:
+    """Return the nvcc to build with: the first that fits torch, or else the first, or None."""
     home = cuda_home()
-    if home is not None:
-        return shutil.which("nvcc", path=os.path.join(home, "bin"))
-    return shutil.which("nvcc") or shutil.which("nvcc", path=DEFAULT_CUDA)
+    places = [Path(home, "bin")] if home else places_of_nvcc(torch)
+    found = []
+    for place in places:
+        path = shutil.which("nvcc", path=str(place))
+        release = release_of(Path(path)) if path else None
+        if path and release:
+            found.append(Nvcc(Path(path), release))
+    fit = [nvcc for nvcc in found if nvcc.release.split(".")[0] == torch.cuda_major]
+    return (fit or found or [None])[0]
 
 
-def nvcc_version() -> str | None:
-    """Return the release of nvcc, such as "13.0", or None if there is none."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        return None
-    result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+def places_of_nvcc(torch: Torch) -> list[Path]:
+    """Return the directories that may have nvcc, in the order in which they are tried."""
+    on_the_path = [Path(place) for place in os.get_exec_path()]
+    packages = importlib.util.find_spec("nvidia")  # of PyPI's wheels; a namespace
+    found = [*packages.submodule_search_locations] if packages is not None else []
+    found += [torch.directory.parent / "nvidia"]  # a build in isolation sees no other
+    from_pypi = [Path(place) / f"cu{torch.cuda_major}" / "bin" for place in found]
+    return [*on_the_path, *from_pypi, Path(sys.prefix) / "bin", Path(DEFAULT_CUDA)]
+
+
+def release_of(program: Path) -> str | None:
+    """Return the release of a program of the CUDA toolkit, such as "13.0", or None."""
+    result = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     match = re.search(r"release (\d+\.\d+)", result.stdout)
     return match.group(1) if match else None
 
 
-def cuda_architectures() -> list[str]:
+def is_from_pypi(nvcc: Nvcc) -> bool:
+    """Return whether an nvcc is of PyPI's wheels."""
+    return nvcc.toolkit.parent.name == "nvidia"
+
+
+def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:
+    """Return what CMake has to be told of an nvcc, and write into `directory` what it needs."""
+    settings: dict[str, object] = {
+        "CMAKE_CUDA_COMPILER": nvcc.path.as_posix(),
+        "CMAKE_CUDA_ARCHITECTURES": ";".join(cuda_architectures(nvcc)),
+    }
+    if not is_from_pypi(nvcc):
+        return settings
+    # These wheels have their libraries in lib, while nvcc links from lib64, and libcudart.so.13
+    # without the name that linkers look for.
+    libraries = nvcc.toolkit / "lib"
+    links = directory / "cuda_libraries"
+    links.mkdir(parents=True, exist_ok=True)
+    link = links / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(next(libraries.glob("libcudart.so.*")))
+    return settings | {
+        "CMAKE_CUDA_FLAGS": f"-L{links} -L{libraries}",
+        "CUDA_CUDART": link.as_posix(),
+    }
+
+
+def cuda_architectures(nvcc: Nvcc) -> list[str]:
     """Return the GPUs to build for, by their names in CMake.
 
     Raises:
@@ -166,7 +264,7 @@ def cuda_architectures() -> list[str]:
         for number in re.findall(
             r"compute_(\d+)",
             subprocess.run(
-                [find_nvcc() or "nvcc", "--list-gpu-arch"],
+                [nvcc.path, "--list-gpu-arch"],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -233,12 +331,13 @@ def jobs() -> int:
     return int(value)
 
 
-def build_directory(torch: Torch, kind: str) -> Path:
+def build_directory(torch: Torch, kind: str, nvcc: Nvcc | None) -> Path:
     """Return the directory that keeps objects between builds of the same kind."""
     # Each of pip's isolated environments has torch in another directory.
     isolated = "" if torch.directory.is_relative_to(sys.prefix) else "-isolated"
     # If the compiler of a build directory changes, CMake drops all settings of that directory.
-    kind = f"{kind}-nvcc{nvcc_version()}" if kind == "CUDA" else kind
+    if kind == "CUDA" and nvcc is not None:
+        kind += f"-nvcc{nvcc.release}{'-pypi' if is_from_pypi(nvcc) else ''}"
     tag = f"{kind.lower()}-torch{torch.version}-{sys.implementation.cache_tag}{isolated}"
     return ROOT / "build" / tag
 
@@ -246,9 +345,10 @@ def build_directory(torch: Torch, kind: str) -> Path:
 def run_cmake(version: str) -> Path:
     """Configure and build the extension; return the directory of it and its build info."""
     torch = find_torch()
-    kind, why = choose_kind(torch)
+    nvcc = find_nvcc(torch)
+    kind, why = choose_kind(torch, nvcc)
     print(f"fsdp_ext: {kind} build against torch {torch.version} ({why})", flush=True)
-    directory = build_directory(torch, kind)
+    directory = build_directory(torch, kind, nvcc)
     cmake = find_tool("cmake", "cmake", "CMAKE_BIN_DIR")
     settings = {
         "CMAKE_MAKE_PROGRAM": find_tool("ninja", "ninja", "BIN_DIR"),
@@ -260,9 +360,8 @@ def run_cmake(version: str) -> Path:
         "FSDP_VERSION": version,
         "Python_EXECUTABLE": Path(sys.executable).as_posix(),
     }
-    if kind == "CUDA":
-        settings["CMAKE_CUDA_COMPILER"] = find_nvcc()
-        settings["CMAKE_CUDA_ARCHITECTURES"] = ";".join(cuda_architectures())
+    if kind == "CUDA" and nvcc is not None:
+        settings |= settings_of(nvcc, directory)
     configure = [cmake, "--log-level=NOTICE", "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
     build = [cmake, "--build", str(directory), "--target", "_C", "--parallel", str(jobs())]

@@ -35,7 +35,9 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "on_the_path"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
     module: Any = _load(ROOT / "setup.py")
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(module, "DEFAULT_CUDA", str(tmp_path / "default" / "bin"))
     monkeypatch.setattr(module, "has_driver", lambda: False)
     return module
@@ -55,52 +57,126 @@ def add_nvcc(tmp_path: Path) -> Callable[[str, str], str]:
     return add
 
 
-def _torch(build: Any, cuda: str | None) -> Any:
-    return build.Torch(Path("torch"), "2.11.0", cuda, 17, True)
+@pytest.fixture
+def site_packages(tmp_path: Path) -> Path:
+    """Where torch and PyPI's packages of CUDA lie."""
+    return tmp_path / "site-packages"
 
 
-def test_nvcc_is_looked_for_where_torch_looks(
-    build: Any, add_nvcc: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def torch_of(build: Any, site_packages: Path) -> Callable[[str | None], Any]:
+    """Makes the description of a torch for a version of CUDA."""
+    return lambda cuda: build.Torch(site_packages / "torch", "2.11.0", cuda, 17, True)
+
+
+@pytest.fixture
+def kind_of(build: Any) -> Callable[[Any], tuple[str, str]]:
+    """Chooses what is built against a torch, as a build does."""
+    return lambda torch: build.choose_kind(torch, build.find_nvcc(torch))
+
+
+def test_nvcc_is_looked_for_where_torch_looks_and_beside_it(
+    build: Any,
+    torch_of: Any,
+    add_nvcc: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    assert build.find_nvcc() is None
-    default = add_nvcc("default/bin", "13.0")
-    assert build.find_nvcc() == default
-    on_the_path = add_nvcc("on_the_path", "13.1")
-    assert build.find_nvcc() == on_the_path
-    home = add_nvcc("home/bin", "13.2")
+    torch = torch_of("13.0")
+    assert build.find_nvcc(torch) is None
+    places = ["default/bin", "environment/bin", "site-packages/nvidia/cu13/bin", "on_the_path"]
+    for number, place in enumerate(places):
+        path = add_nvcc(place, f"13.{number}")
+        assert build.find_nvcc(torch) == build.Nvcc(Path(path), f"13.{number}"), place
+    home = add_nvcc("home/bin", "12.8")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "home"))
-    assert build.find_nvcc() == home
-    assert build.nvcc_version() == "13.2"
+    assert build.find_nvcc(torch) == build.Nvcc(Path(home), "12.8")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
-    assert build.find_nvcc() is None
-    assert "nothing has no bin/nvcc" in build.why_no_cuda(_torch(build, "13.0"))
+    assert build.find_nvcc(torch) is None
+    assert "nothing has no bin/nvcc" in build.why_no_cuda(torch, None)
+
+
+def test_an_nvcc_that_fits_torch_goes_before_one_on_the_path(
+    build: Any, torch_of: Any, add_nvcc: Callable[[str, str], str]
+) -> None:
+    on_the_path = add_nvcc("on_the_path", "12.8")
+    assert str(build.find_nvcc(torch_of("13.0")).path) == on_the_path
+    default = add_nvcc("default/bin", "13.0")
+    assert str(build.find_nvcc(torch_of("13.0")).path) == default
+    assert str(build.find_nvcc(torch_of("12.6")).path) == on_the_path
 
 
 def test_torch_and_nvcc_decide_what_is_built(
-    build: Any, add_nvcc: Callable[[str, str], str]
+    torch_of: Any, kind_of: Any, add_nvcc: Callable[[str, str], str]
 ) -> None:
-    assert build.choose_kind(_torch(build, "13.0")) == ("CPU", "there is no nvcc")
-    add_nvcc("on_the_path", "13.2")
-    assert build.choose_kind(_torch(build, "13.0")) == ("CUDA", "with nvcc 13.2")
-    kind, why = build.choose_kind(_torch(build, "12.8"))
-    assert (kind, why) == ("CPU", "nvcc belongs to CUDA 13.2 and torch to CUDA 12.8")
-    assert build.choose_kind(_torch(build, None))[0] == "CPU"
+    assert kind_of(torch_of("13.0")) == ("CPU", "there is no nvcc")
+    path = add_nvcc("on_the_path", "13.2")
+    assert kind_of(torch_of("13.0")) == ("CUDA", f"with nvcc 13.2, {path}")
+    kind, why = kind_of(torch_of("12.8"))
+    assert (kind, why) == ("CPU", f"{path} belongs to CUDA 13.2 and torch to CUDA 12.8")
+    assert kind_of(torch_of(None))[0] == "CPU"
 
 
 def test_a_machine_with_a_driver_gets_no_cpu_build_without_being_asked(
-    build: Any, monkeypatch: pytest.MonkeyPatch
+    build: Any, torch_of: Any, kind_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "has_driver", lambda: True)
     with pytest.raises(SystemExit) as error:
-        build.choose_kind(_torch(build, "13.0"))
+        kind_of(torch_of("13.0"))
     assert str(error.value) == (
-        "This machine has NVIDIA's driver and torch 2.11.0 has CUDA, but there is no nvcc. Install "
-        "the CUDA toolkit 13 and set CUDA_HOME to it, or set FORCE_CPU=1 for a build of fsdp_ext "
-        "without CUDA."
+        "This machine has NVIDIA's driver and torch 2.11.0 has CUDA, but there is no nvcc. Run "
+        '`pip install "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.*"`, or install the CUDA '
+        "toolkit 13 and set CUDA_HOME to it, or set FORCE_CPU=1 for a build of fsdp_ext without "
+        "CUDA."
     )
-    assert build.choose_kind(_torch(build, None))[0] == "CPU"
+    with pytest.raises(SystemExit, match=r"there is no nvcc\. Install the CUDA toolkit 12 and"):
+        kind_of(torch_of("12.8"))  # PyPI's packages for CUDA 12 have no nvcc
+    assert kind_of(torch_of(None))[0] == "CPU"
     monkeypatch.setenv("FORCE_CPU", "1")
-    assert build.choose_kind(_torch(build, "13.0")) == ("CPU", "FORCE_CPU=1")
+    assert kind_of(torch_of("13.0")) == ("CPU", "FORCE_CPU=1")
+
+
+def test_an_nvcc_of_pypi_needs_its_other_packages(
+    build: Any, torch_of: Any, add_nvcc: Callable[[str, str], str], site_packages: Path
+) -> None:
+    def install(name: str, version: str) -> None:
+        info = site_packages / f"{name}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    torch = torch_of("13.0")
+    add_nvcc("site-packages/nvidia/cu13/bin", "13.0")
+    nvcc = build.find_nvcc(torch)
+    for package in build.PARTS_OF_NVCC:
+        assert f"lacks the package {package}" in build.why_no_cuda(torch, nvcc)
+        install(package, "13.5.37")
+    assert "13.0 and its package nvidia-cuda-crt is 13.5.37" in build.why_no_cuda(torch, nvcc)
+    install("nvidia-cuda-crt", "13.0.88")
+    assert "13.0 and its package nvidia-nvvm is 13.5.37" in build.why_no_cuda(torch, nvcc)
+    install("nvidia-nvvm", "13.0.88")
+    assert build.why_no_cuda(torch, nvcc) is None
+
+
+def test_the_libraries_of_pypis_nvcc_get_the_names_that_linkers_look_for(
+    build: Any,
+    torch_of: Any,
+    add_nvcc: Callable[[str, str], str],
+    site_packages: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "cuda_architectures", lambda nvcc: ["90-real"])
+    add_nvcc("site-packages/nvidia/cu13/bin", "13.0")
+    nvcc = build.find_nvcc(torch_of("13.0"))
+    library = site_packages / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    library.parent.mkdir()
+    library.touch()
+    for _ in range(2):  # a second build finds the link
+        settings = build.settings_of(nvcc, tmp_path / "build")
+        assert Path(settings["CUDA_CUDART"]).name == "libcudart.so"
+        assert Path(settings["CUDA_CUDART"]).resolve() == library.resolve()
+    other = build.Nvcc(Path(add_nvcc("default/bin", "13.0")), "13.0")
+    assert "CUDA_CUDART" not in build.settings_of(other, tmp_path / "build")
 
 
 def test_the_build_uses_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
