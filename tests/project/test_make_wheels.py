@@ -27,16 +27,66 @@ def test_a_build_tag_begins_with_a_digit(make_wheels: ModuleType) -> None:
 def test_what_cannot_be_built_is_left_out(
     make_wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"python3.12": "/bin/python3.12", "nvcc": "/bin/nvcc"}
-    monkeypatch.setattr(make_wheels.shutil, "which", found.get)
-    monkeypatch.setattr(make_wheels, "run", lambda *command: "release 13.0, V13.0.88")
+    there = {"python3.12": "Python 3.12.1", "nvcc": "release 13.0, V13.0.88"}
+
+    def run(*command: str) -> str:
+        if command[0] not in there:
+            raise RuntimeError(f"pyenv: {command[0]}: command not found")
+        return there[command[0]]
+
+    monkeypatch.setattr(make_wheels.shutil, "which", there.get)
+    monkeypatch.setattr(make_wheels, "run", run)
     target = make_wheels.Target
     assert make_wheels.why_not(target("3.12", "2.11", "cpu")) is None
     assert make_wheels.why_not(target("3.12", "2.11", "cu130")) is None
-    found["python3.10"] = "/bin/python3.10"
-    assert "no torch 2.15 for Python 3.10" in make_wheels.why_not(target("3.10", "2.15", "cpu"))
     assert "no python3.9" in make_wheels.why_not(target("3.9", "2.11", "cpu"))
     assert "no nvcc 12.9" in make_wheels.why_not(target("3.12", "2.11", "cu129"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "reason"),
+    [
+        # What the index has of torch 2.13, by version and CUDA, with pip's choice first.
+        ("cu130", [("2.13.0+cu130", "13.0")], None),
+        ("cu130", [("2.13.0+cpu", ""), ("2.13.0", "13.2")], None),
+        ("cu130", [("2.13.0+cpu", "")], "the indexes have torch 2.13.0+cpu and none with CUDA"),
+        ("cu126", [("2.13.0", "13.0")], "the indexes have torch 2.13.0 for CUDA 13.0"),
+        ("cpu", [("2.13.0", "13.0")], None),
+        ("cpu", [], "the indexes have no torch 2.13 for Python 3.12"),
+    ],
+)
+def test_a_torch_that_no_index_has_leaves_the_row_out(
+    make_wheels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    index: list[tuple[str, str]],
+    reason: str | None,
+) -> None:
+    installed: list[tuple[str, str]] = []
+
+    def run(*command: object) -> str:
+        exactly = str(command[-1]).partition("===")[2]
+        found = [torch for torch in index if not exactly or torch[0] == exactly]
+        if not found:
+            raise RuntimeError(f"ERROR: No matching distribution found for {command[-1]}")
+        installed[:] = found[:1]
+        return ""
+
+    monkeypatch.setattr(make_wheels, "run", run)
+    monkeypatch.setattr(make_wheels, "torch_of", lambda python: installed[0])
+    target = make_wheels.Target("3.12", "2.13", kind)
+    assert make_wheels.install_torch(target, Path("python"), "") == reason
+
+
+def test_other_failures_of_pip_fail_the_row(
+    make_wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*command: object) -> str:
+        raise RuntimeError("ERROR: No space left on device")
+
+    monkeypatch.setattr(make_wheels, "run", run)
+    with pytest.raises(RuntimeError, match="No space left"):
+        make_wheels.install_torch(make_wheels.Target("3.12", "2.13", "cpu"), Path("python"), "")
 
 
 def test_the_platform_tag_is_what_the_binary_needs(
