@@ -3,16 +3,18 @@
 pip builds in an isolated environment. A requirement of torch would install PyPI's build there,
 while the user may have a build for another CUDA version. An extension built against the wrong torch
 does not load, or lacks CUDA. So the build imports the torch of the environment that pip installs
-into, if that torch is new enough. Builders that make an environment of their own, such as uv and
-`python -m build`, do not see it: they need --no-build-isolation.
+into, if that torch is new enough. Only if that environment has no torch does pip get the newest
+one, which it also installs there. Builders that make an environment of their own, such as uv and
+`python -m build`, do not see the torch, so they are stopped.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-import site
+import subprocess
 import sys
-import sysconfig
 from importlib.metadata import distributions
 from typing import Any
 
@@ -22,22 +24,40 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that are not repla
 OLDEST_TORCH = (2, 11)
 
 
-def installed_torch() -> str | None:
-    """Return the directory that has the torch of the environment outside; None without one."""
-    # In pip's isolated environment these are still the paths of the environment outside.
-    places = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    places += [site.getusersitepackages()]
-    for torch in distributions(name="torch", path=places):
+def path_outside() -> list[str]:
+    """Return where the environment outside of pip's isolated one finds its packages."""
+    # pip isolates by variables, which -E ignores. Python itself knows links to other environments.
+    command = [sys.executable, "-E", "-c", "import json, sys; print(json.dumps(sys.path))"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [place for place in json.loads(found.stdout) if place]
+
+
+def has_torch() -> bool:
+    """Return whether the build can import a torch that is new enough."""
+    for torch in distributions(name="torch", path=[*sys.path, *path_outside()]):
         major, minor = re.findall(r"\d+", torch.version)[:2]
         if (int(major), int(minor)) >= OLDEST_TORCH:
-            return str(torch.locate_file(""))
-    return None
+            return True
+    return False
 
 
 def torch_requirements() -> list[str]:
-    """Return what the isolated environment needs so that the build can import torch."""
+    """Return what the isolated environment needs so that the build can import torch.
+
+    Raises:
+        SystemExit: if a builder other than pip does not show the build a torch.
+    """
     oldest = ".".join(map(str, OLDEST_TORCH))
-    return [] if installed_torch() is not None else [f"torch>={oldest}"]
+    if has_torch():
+        return []
+    if "PIP_BUILD_TRACKER" in os.environ:  # pip sets it
+        return [f"torch>={oldest}"]
+    raise SystemExit(
+        f"The build of fsdp_ext sees no torch {oldest} or newer, because the builder made an "
+        f"environment of its own, {sys.prefix}. Install torch, setuptools, cmake and ninja where "
+        "fsdp_ext is to run, and build there with `pip install --no-build-isolation .`, `uv pip "
+        "install --no-build-isolation .` or `python -m build --wheel --no-isolation`."
+    )
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -64,6 +84,4 @@ def build_editable(directory: str, settings: Any = None, metadata: str | None = 
 
 def _find_installed_torch() -> None:
     # At the end, so that the isolated environment's own packages come first.
-    place = installed_torch()
-    if place is not None and place not in sys.path:
-        sys.path.append(place)
+    sys.path.extend(place for place in path_outside() if place not in sys.path)

@@ -179,23 +179,49 @@ def test_the_libraries_of_pypis_nvcc_get_the_names_that_linkers_look_for(
     assert "CUDA_CUDART" not in build.settings_of(other, tmp_path / "build")
 
 
-def test_the_build_uses_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend: Any = _load(ROOT / "tools" / "build_backend.py")
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The build backend in an isolated environment, which does not see the one with torch."""
+    module: Any = _load(ROOT / "tools" / "build_backend.py")
+    monkeypatch.setattr(sys, "path", [])
+    return module
 
-    class Distribution:
-        version = torch.__version__
 
-        def locate_file(self, path: str) -> Path:
-            return Path("/environment") / path
+@pytest.fixture
+def install_torch(tmp_path: Path) -> Callable[[str], str]:
+    def install(version: str) -> str:
+        info = tmp_path / "outside" / "torch.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        return str(info.parent)
 
-    found = Distribution()
-    monkeypatch.setattr(backend, "distributions", lambda **_: [found])
+    return install
+
+
+def test_the_build_uses_the_torch_outside_of_pips_environment(
+    backend: Any, install_torch: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = install_torch("2.11.0+cu126")
+    monkeypatch.setattr(backend, "path_outside", lambda: [outside])
     seen: list[list[str]] = []
     monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *_: seen.append([*sys.path]))
-    monkeypatch.setattr(sys, "path", [*sys.path])
     assert backend.torch_requirements() == []
     backend.build_wheel("wheels")
-    assert seen[0][-1] == "/environment"
-    found.version = "2.5.1+cu124"  # too old to build against, so pip gets a newer one
+    assert seen == [[outside]]
+    install_torch("2.5.1+cu124")  # too old to build against, so pip gets a newer one
+    monkeypatch.setenv("PIP_BUILD_TRACKER", "some/folder")
     assert backend.torch_requirements() == ["torch>=2.11"]
-    assert backend.installed_torch() is None
+
+
+def test_the_environment_outside_is_found_with_what_it_links_to(backend: Any) -> None:
+    places = [Path(place) for place in backend.path_outside()]
+    assert Path(torch.__file__).parents[1] in places
+
+
+def test_builders_that_hide_the_torch_are_told_how_to_build(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "path_outside", list)
+    monkeypatch.delenv("PIP_BUILD_TRACKER", raising=False)
+    with pytest.raises(SystemExit, match=r"sees no torch 2\.11 or newer, because the builder made"):
+        backend.torch_requirements()
