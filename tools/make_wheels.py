@@ -36,6 +36,8 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
 NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "*.so", "_build_info.py", "__pycache__")
+# How pip says that there is none, or none for this Python whose requirements there are.
+NO_SUCH_TORCH = ("No matching distribution found for torch", "Cannot install torch==")
 KINDS = ("cu130", "cpu")  # in an environment, torch without CUDA comes last
 TORCH_INDEX = "https://download.pytorch.org/whl/{kind}"
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
@@ -138,7 +140,7 @@ def install_torch(target: Target, python: Path, index: str) -> str | None:
     try:
         run(*install, "--upgrade", f"torch=={target.torch}.*")
     except RuntimeError as error:
-        if "No matching distribution found for torch" not in str(error):
+        if not any(words in str(error) for words in NO_SUCH_TORCH):
             raise
         return f"the indexes have no torch {target.torch} for Python {target.python}"
     version, cuda = torch_of(python)

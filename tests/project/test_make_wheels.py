@@ -82,11 +82,15 @@ def test_other_failures_of_pip_fail_the_row(
     make_wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*command: object) -> str:
-        raise RuntimeError("ERROR: No space left on device")
+        raise RuntimeError(says)
 
     monkeypatch.setattr(make_wheels, "run", run)
+    target = make_wheels.Target("3.10", "2.15", "cpu")
+    says = "ERROR: Cannot install torch==2.15.* because these package versions have conflicts"
+    assert "no torch 2.15 for" in make_wheels.install_torch(target, Path("python"), "")
+    says = "ERROR: No space left on device"
     with pytest.raises(RuntimeError, match="No space left"):
-        make_wheels.install_torch(make_wheels.Target("3.12", "2.13", "cpu"), Path("python"), "")
+        make_wheels.install_torch(target, Path("python"), "")
 
 
 def test_the_platform_tag_is_what_the_binary_needs(
