@@ -23,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -337,7 +338,7 @@ def build_directory(torch: Torch, kind: str, nvcc: Nvcc | None) -> Path:
     isolated = "" if torch.directory.is_relative_to(sys.prefix) else "-isolated"
     # If the compiler of a build directory changes, CMake drops all settings of that directory.
     if kind == "CUDA" and nvcc is not None:
-        kind += f"-nvcc{nvcc.release}{'-pypi' if is_from_pypi(nvcc) else ''}"
+        kind += f"-nvcc{nvcc.release}-{zlib.crc32(str(nvcc.path).encode()):08x}"
     tag = f"{kind.lower()}-torch{torch.version}-{sys.implementation.cache_tag}{isolated}"
     return ROOT / "build" / tag
 

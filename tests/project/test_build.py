@@ -106,6 +106,12 @@ def test_an_nvcc_that_fits_torch_goes_before_one_on_the_path(
     assert str(build.find_nvcc(torch_of("12.6")).path) == on_the_path
 
 
+def test_each_nvcc_has_a_build_directory_of_its_own(build: Any, torch_of: Any) -> None:
+    compilers = [build.Nvcc(Path(path), "13.0") for path in ("/conda/bin/nvcc", "/usr/bin/nvcc")]
+    directories = {build.build_directory(torch_of("13.0"), "CUDA", nvcc) for nvcc in compilers}
+    assert len(directories) == len(compilers)  # CMake drops its settings if the compiler changes
+
+
 def test_torch_and_nvcc_decide_what_is_built(
     torch_of: Any, kind_of: Any, add_nvcc: Callable[[str, str], str]
 ) -> None:
