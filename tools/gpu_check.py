@@ -26,6 +26,14 @@ is set. A table comes last. On the emulated GPU (tests/emulated_gpu), the folder
 build/emulated_gpu_check, because its results are no device's. It is slow: use --quick, which
 measures little, and --patience, which multiplies all limits.
 
+Some steps have several ranks that share the card. The trial of two ranks measures how long a
+collective takes there, and their limits depend on it:
+
+- A limit suits collectives of up to 20 ms. If the trial measures more, each of these steps gets
+  its number of collectives, times the excess, in addition. --patience multiplies the 20 ms, too.
+- A step that would then need more than a whole call is not tried. That is the machine's failure.
+- A step that only needs more than is left of this call waits for another one.
+
 Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
 and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
 3 if only the machine failed, 4 if only time was missing for some steps, and otherwise 0.
@@ -40,6 +48,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -80,6 +89,10 @@ EXIT_OF_REST = 4
 GRACE_S = 20
 # A step that is left a smaller share of its limit does not begin.
 LEAST_SHARE = 0.8
+TRIAL = "two ranks"
+# Seconds of a collective of ranks that share the card, for which the limits of steps are made.
+USUAL_COLLECTIVE_S = 0.02
+MEASURED = re.compile(r"^a collective takes ([\d.]+) s$", re.M)
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,7 @@ class Step:
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
     needs: str = ""  # the step of the machine that has to have worked
+    collectives: int = 0  # about how many it waits for, of ranks that share the card
     not_emulated: str = ""  # why the emulated GPU does not run it
     note: str = ""  # for the table
 
@@ -126,6 +140,12 @@ def left_after(planned: list[Step], earlier: list[Path]) -> list[Step]:
     return [step for step in planned if step.name == "build" or step.name not in begun]
 
 
+def measured_in(earlier: Path) -> float:
+    """Return the seconds of a collective that an earlier call's trial measured, or 0."""
+    trial = json.loads(earlier.read_text(encoding="utf-8"))["steps"].get(TRIAL, {})
+    return float(trial.get("collective_s", 0.0))
+
+
 def first_part() -> list[Step]:
     """Return the steps that say the most about a machine of which nothing is known."""
     return [
@@ -135,8 +155,17 @@ def first_part() -> list[Step]:
         bench("pack", 50),
         bench("step", 90),
         Step("trace", [sys.executable, "tools/gpu_trace.py"], 40, {}, quick=True),
-        of_machine("two ranks", 40, "--ranks", "2"),
-        train("parity of two ranks", PARITY, 110, "-k", TWO_RANKS, takes_spare=True),
+        of_machine(TRIAL, 40, "--ranks", "2"),
+        train(
+            "parity of two ranks",
+            PARITY,
+            110,
+            "-k",
+            TWO_RANKS,
+            takes_spare=True,
+            collectives=3000,  # 20 models, ours and FSDP2's
+            needs=TRIAL,
+        ),
     ]
 
 
@@ -153,7 +182,7 @@ def build_part() -> list[Step]:
     note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
     return [
         of_machine("environment", 30),
-        of_machine("two ranks", 40, "--ranks", "2"),
+        of_machine(TRIAL, 40, "--ranks", "2"),
         Step("describe", [sys.executable, "-m", "fsdp_ext"], 20, {}),
         Step("kernels", [*PYTEST, *kernels], 70, {}),
         Step(
@@ -162,6 +191,7 @@ def build_part() -> list[Step]:
             110,
             {},
             takes_spare=True,
+            collectives=2000,
             note=note,
         ),
         Step("timed tests", [*PYTEST, *timed], 70, {}, takes_spare=True),
@@ -187,8 +217,16 @@ def parity_part() -> list[Step]:
         )
 
     return [
-        of_machine("two ranks", 40, "--ranks", "2"),
-        train("parity", PARITY, 110, "-k", f"not ({TWO_RANKS})", takes_spare=True),
+        of_machine(TRIAL, 40, "--ranks", "2"),
+        train(
+            "parity",
+            PARITY,
+            110,
+            "-k",
+            f"not ({TWO_RANKS})",
+            takes_spare=True,
+            collectives=1000,  # five models with 4 ranks
+        ),
         Step("late streams", [*PYTEST, ORDERING], 55, {}),
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
@@ -205,6 +243,14 @@ def bench_part() -> list[Step]:
         bench("overlap", 50, "--quick", not_emulated=LARGE),
         bench("memory", 80),
         bench("step", 110, "--compile", name="compiled step"),
+        Step(
+            "module loading",
+            [sys.executable, "tools/gpu_loading.py"],
+            30,
+            {},
+            json=True,
+            takes_spare=True,
+        ),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
         bench("collectives", 30, "--quick"),
     ]
@@ -213,9 +259,9 @@ def bench_part() -> list[Step]:
 def more_part() -> list[Step]:
     """Return the steps that train the cases of other tests and run their workers."""
     return [
-        of_machine("two ranks", 40, "--ranks", "2"),
-        train("more cases", MORE_CASES, 160, takes_spare=True),
-        train("more workers", " ".join(MORE_WORKERS), 130, takes_spare=True),
+        of_machine(TRIAL, 40, "--ranks", "2"),
+        train("more cases", MORE_CASES, 160, takes_spare=True, collectives=5000),
+        train("more workers", " ".join(MORE_WORKERS), 130, takes_spare=True, collectives=3000),
     ]
 
 
@@ -235,11 +281,17 @@ def bench(
     )
 
 
-def train(name: str, files: str, limit: int, *options: str, takes_spare: bool = False) -> Step:
+def train(
+    name: str,
+    files: str,
+    limit: int,
+    *options: str,
+    **more: Any,
+) -> Step:
     """Return a step that trains many cases. It prints how each ended, even if it is late."""
     command = [*PYTEST, "--capture=tee-sys", *files.split(), *options]
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return Step(name, command, limit, deterministic, takes_spare=takes_spare)
+    return Step(name, command, limit, deterministic, **more)
 
 
 def of_machine(name: str, limit: int, *options: str) -> Step:
@@ -294,6 +346,21 @@ def limit_of(step: Step, later: list[Step], left: float) -> float:
     return min(left, max(step.limit, spare)) if step.takes_spare else min(left, step.limit)
 
 
+def slowed(planned: list[Step], collective_s: float, usual_s: float) -> list[Step]:
+    """Return steps with limits for the time of a collective that the trial has measured.
+
+    Args:
+        planned: steps.
+        collective_s: seconds of a collective of two ranks that share the card.
+        usual_s: seconds for which the steps' limits are made.
+    """
+    excess = max(0.0, collective_s - usual_s)
+    return [
+        dataclasses.replace(step, limit=step.limit + math.ceil(step.collectives * excess))
+        for step in planned
+    ]
+
+
 def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) -> dict[str, Any]:
     """Run one step in a process group of its own; return its result."""
     command = [*step.command, "--json", str(rows)] if step.json else step.command
@@ -335,6 +402,8 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
     }
     if outcome != "ok":
         result["output"] = text[-6000:]
+    if step.name == TRIAL and (times := MEASURED.findall(text)):
+        result["collective_s"] = float(times[-1])
     if step.json and rows.exists():
         result["rows"] = json.loads(rows.read_text(encoding="utf-8"))["rows"]
         result["summary"] = summary_of_rows(result["rows"])
@@ -448,17 +517,24 @@ def main() -> int:
     }
     planned = [step for step in planned if not args.only or step.name in args.only]
     path.with_suffix(".log").write_text("", encoding="utf-8")
+    collective_s = max((measured_in(path) for path in args.after), default=0.0)
+    usual_s = USUAL_COLLECTIVE_S * args.patience
+    planned = slowed(planned, collective_s, usual_s)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
-        for number, step in enumerate(planned):
+        while planned:
+            step = planned.pop(0)
             print(f"\n=== {step.name}: {' '.join(step.command)}", flush=True)
-            limit = limit_of(step, planned[number + 1 :], deadline - time.monotonic())
-            result = why_not(step, limit, document["steps"], machine["device"])
+            limit = limit_of(step, planned, deadline - time.monotonic())
+            result = why_not(step, limit, document["steps"], machine["device"], 60 * minutes)
             if result is None:
                 log = Path(directory) / f"{step.name}.log"
                 rows = Path(directory) / f"{step.name}.json"
                 result = run_step(step, limit, log, rows, path.with_suffix(".log"))
                 if step.of_machine and result["outcome"] != "ok":
                     result["machine_failed"] = True
+                if measured := result.get("collective_s"):
+                    planned = slowed(planned, measured, max(usual_s, collective_s))
+                    collective_s = max(measured, collective_s)
             if step.note:
                 result["note"] = step.note
             document["steps"][step.name] = result
@@ -492,9 +568,17 @@ def is_emulated(device: str) -> bool:
 
 
 def why_not(
-    step: Step, limit: float, results: dict[str, Any], device: str
+    step: Step, limit: float, results: dict[str, Any], device: str, whole: float = 60 * MINUTES
 ) -> dict[str, Any] | None:
-    """Return the result of a step that cannot be run, or None if it can."""
+    """Return the result of a step that cannot be run, or None if it can.
+
+    Args:
+        step: the step.
+        limit: the most seconds that it may take now.
+        results: of the steps before it.
+        device: the name of the device.
+        whole: seconds of a whole call.
+    """
     if step.not_emulated and is_emulated(device):
         outcome = f"{NOT_RUN} on the emulated GPU: {step.not_emulated}"
         return {"outcome": outcome, "seconds": 0.0, "left_out": True}
@@ -502,6 +586,13 @@ def why_not(
         found = results[step.needs]
         reason = found.get("summary") or found["outcome"]
         outcome = f"{NOT_RUN}: {step.needs} does not work on this machine: {reason}"
+        return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
+    most = whole - GRACE_S - results.get("build", {}).get("seconds", 0.0)
+    if step.collectives and LEAST_SHARE * step.limit > most:
+        outcome = (
+            f"{NOT_RUN}: its {step.collectives:,} collectives are too slow on this machine, where "
+            f"it would take {step.limit / 60:.0f} minutes"
+        )
         return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
     if limit < LEAST_SHARE * step.limit:
         return {"outcome": f"{NOT_RUN}: no time was left", "seconds": 0.0, "waits": True}

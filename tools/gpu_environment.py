@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ import torch.distributed as dist
 
 # Seconds in which ranks that share a GPU have to end. The start takes most of them.
 LIMIT_S = 30.0
+MEASURED = r"^a collective takes ([\d.]+) s$"  # tools/gpu_check.py reads it, too
+TIMED = 10  # collectives whose time is measured
 
 
 def multiply(device: torch.device) -> None:
@@ -88,6 +91,11 @@ def run_collectives(device: torch.device, rank: int, ranks: int, store: Path) ->
     attempt("all_gather", lambda: dist.all_gather_into_tensor(whole, value), [whole])
     whole.fill_(rank + 1.0)
     attempt("reduce_scatter", lambda: dist.reduce_scatter_tensor(value, whole), [value])
+    start = time.monotonic()
+    for _ in range(TIMED):
+        dist.all_gather_into_tensor(whole, value)
+        whole[:1].item()  # waits, as a step that communicates does in the end
+    print(f"a collective takes {(time.monotonic() - start) / TIMED:.6f} s", flush=True)
     dist.destroy_process_group()
 
 
@@ -129,6 +137,7 @@ def try_ranks(ranks: int, device: str, limit_s: float = LIMIT_S) -> bool:
                     )
                 )
         ends = ends_of(processes, limit_s)
+        said = "".join(output.read_text(errors="replace") for output in outputs)
         works = all(end == "ended with exit code 0" for end in ends)
         for rank, (end, output) in enumerate(zip(ends, outputs, strict=True)):
             print(f"rank {rank} {end}. Its last lines:")
@@ -137,6 +146,8 @@ def try_ranks(ranks: int, device: str, limit_s: float = LIMIT_S) -> bool:
             if not works and log.exists():
                 print(f"The last lines of its NCCL:\n{log.read_text(errors='replace')[-2000:]}")
     if works:
+        slowest = max(map(float, re.findall(MEASURED, said, re.M)))
+        print(f"a collective takes {slowest:.6f} s")
         print(f"{ranks} ranks can share this GPU")
     else:
         print(

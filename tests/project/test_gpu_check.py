@@ -170,7 +170,7 @@ def test_every_file_of_gpu_tests_is_in_one_step(gpu_check: ModuleType) -> None:
             files = [word for word in step.command if word.startswith(f"{whole}/")]
             if whole in step.command:
                 ignored = set(files)
-            elif not step.needs:  # sanitizers run a few tests again
+            elif step.needs != "compute-sanitizer":  # sanitizers run a few tests again
                 named += files
     # Each model trains with two ranks in one part, and with other numbers in another.
     named.remove(gpu_check.PARITY)
@@ -289,11 +289,61 @@ def test_tools_of_cuda_are_found_outside_of_the_path(
     assert "1 passed" in results["by name"]["summary"]
 
 
+def test_the_trial_of_two_ranks_sets_the_limits_of_steps_with_several(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def trial(collective_s: float) -> Any:
+        code = f"print('a collective takes 0.000001 s\\na collective takes {collective_s} s')"
+        return gpu_check.Step(gpu_check.TRIAL, [sys.executable, "-c", code], 20, {})
+
+    def step(name: str, collectives: int) -> Any:
+        command = [sys.executable, "-c", "print('1 passed')"]
+        return gpu_check.Step(name, command, 60, {}, collectives=collectives)
+
+    limits: dict[str, float] = {}
+    run = gpu_check.run_step
+    monkeypatch.setattr(
+        gpu_check,
+        "run_step",
+        lambda step, limit, *rest: limits.update({step.name: limit}) or run(step, limit, *rest),
+    )
+    steps = [trial(0.12), step("one rank", 0), step("several", 1000), step("hopeless", 9000)]
+    code, results = _check(gpu_check, monkeypatch, tmp_path, steps)
+    assert limits == {gpu_check.TRIAL: 20, "one rank": 60, "several": 160}
+    assert results["hopeless"]["outcome"] == (
+        "not run: its 9,000 collectives are too slow on this machine, where it would take 16 "
+        "minutes"
+    )
+    assert code == gpu_check.EXIT_OF_MACHINE
+
+    limits.clear()
+    earlier = ["--after", str(tmp_path / "some-gpu-1-first-d.json")]  # has the trial
+    late = [*steps, step("for the next call", 1000)]
+    _check(gpu_check, monkeypatch, tmp_path / "second", late, *earlier)
+    assert limits == {"for the next call": 160}
+
+    limits.clear()
+    _check(gpu_check, monkeypatch, tmp_path, [trial(0.02), step("several", 1000)])
+    assert limits["several"] == 60
+
+
+def test_a_step_that_only_this_call_has_no_time_for_waits(gpu_check: ModuleType) -> None:
+    step = gpu_check.train("several", "some.py", 300, collectives=1000)
+    result = gpu_check.why_not(step, 100.0, {}, "NVIDIA H100")
+    assert result == {"outcome": "not run: no time was left", "seconds": 0.0, "waits": True}
+    built = {"build": {"outcome": "ok", "seconds": 300.0}}
+    assert "too slow" in gpu_check.why_not(step, 100.0, built, "NVIDIA H100")["outcome"]
+
+
 @pytest.mark.exhaustive
 def test_the_trial_of_two_ranks_works_on_the_host(capfd: pytest.CaptureFixture[str]) -> None:
     environment = load_tool(TOOLS / "gpu_environment.py")
     assert environment.try_ranks(2, "cpu")
-    assert "2 ranks can share this GPU" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "2 ranks can share this GPU" in said
+    times = load_tool(TOOLS / "gpu_check.py").MEASURED.findall(said)
+    assert len(times) == 3  # of each rank, and then the longest
+    assert float(times[-1]) == max(map(float, times)) > 0
     assert not environment.try_ranks(2, "cpu", limit_s=0.0)
     said = capfd.readouterr().out
     assert "rank 0 had not ended after 0 s" in said
