@@ -142,7 +142,9 @@ def install_torch(target: Target, python: Path, index: str) -> str | None:
     except RuntimeError as error:
         if not any(words in str(error) for words in NO_SUCH_TORCH):
             raise
-        return f"the indexes have no torch {target.torch} for Python {target.python}"
+        return (
+            f"pip can install no torch {target.torch} for Python {target.python} from the indexes"
+        )
     version, cuda = torch_of(python)
     if target.kind == "cpu" or fits(target.kind, cuda):
         return None
