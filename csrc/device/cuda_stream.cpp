@@ -20,6 +20,7 @@
 #include "base/check.h"
 #include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
+#include "device/cuda_virtual_memory.h"
 #include "device/host_clock.h"
 #include "device/nvtx.h"
 #include "device/stream.h"
@@ -297,6 +298,11 @@ class CudaDevice final : public Device {
                " bytes, but all buffers must exist before it. Run a few whole steps before "
                "capturing one.");
     return framework_.allocate(index_, bytes);
+  }
+
+  Allocator allocator_like(const void* model) override {
+    const CudaDeviceGuard guard(index_);
+    return cuda_allocator_like(model);
   }
 
   std::shared_ptr<void> allocate_on_host(std::size_t bytes) override {

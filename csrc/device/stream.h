@@ -189,6 +189,14 @@ class Device {
   // the work of other streams on it.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
+  // Allocates memory, at once and with no order on streams. Its owner waits for the work that uses
+  // it before freeing it. Returns null if there is too little.
+  using Allocator = std::function<std::shared_ptr<void>(std::size_t bytes)>;
+  // Returns a function that allocates memory of the same properties as `model`, except that no
+  // other device has access to it. It is empty if the device cannot make such memory. It may be
+  // called after this object's end. Off the hot path.
+  virtual Allocator allocator_like(const void* /*model*/) { return nullptr; }
+
   // Host memory that copies to and from the device need not stage. Do not call it in a step.
   virtual std::shared_ptr<void> allocate_on_host(std::size_t bytes) { return allocate(bytes); }
 

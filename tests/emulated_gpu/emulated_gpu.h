@@ -27,8 +27,10 @@ void writes(const void* address, std::size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
-// Frees what cudaMalloc returned at once. Work that still uses the memory faults.
-cudaError_t free_at_once(void* address);
+// Allocate memory of the current device by the driver's functions for virtual memory, give each
+// device access to it, and free it. Work that still uses it then faults.
+cudaError_t allocate_for_all_devices(void** address, std::size_t bytes);
+cudaError_t free_for_all_devices(void* address);
 
 // As cudaStreamWaitEvent, but never left out (EMULATED_GPU_DROP_WAITS). Later work does not count
 // as ordered, because no user has asked for this wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from datetime import timedelta
 from functools import partial
@@ -214,3 +215,52 @@ def _with_blocks() -> str:
 @pytest.mark.timeout(90)
 def test_lanes_may_have_a_least_or_a_most_number_of_thread_blocks() -> None:
     assert run_ranks(_with_blocks, 1, timeout=80.0, device="cuda") == ["nccl"]
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+def _devices_with_access(tensor: torch.Tensor) -> list[int] | None:
+    """Return the GPUs that may use the tensor's memory; None if it is not virtual memory."""
+    function, status = ctypes.c_void_p(), ctypes.c_int()
+    found = ctypes.CDLL("libcudart.so.13").cudaGetDriverEntryPointByVersion(
+        b"cuMemGetAccess", ctypes.byref(function), 12000, ctypes.c_ulonglong(0), ctypes.byref(status)
+    )
+    assert (found, status.value) == (0, 0)
+    get_access = ctypes.CFUNCTYPE(ctypes.c_int, *3 * [ctypes.c_void_p])(function.value or 0)
+    devices = []
+    for device in range(torch.cuda.device_count()):
+        flags, location = ctypes.c_ulonglong(), _Location(1, device)
+        address = ctypes.c_void_p(tensor.data_ptr())
+        if get_access(ctypes.addressof(flags), ctypes.addressof(location), address) != 0:
+            return None
+        if flags.value == 3:  # it may read and write
+            devices.append(device)
+    return devices
+
+
+def _access_to_buffers(private: bool) -> None:
+    model = _forward()
+    mine, of_cudart = torch.cuda.current_device(), os.environ.get("NCCL_CUMEM_ENABLE") == "0"
+    everywhere = None if of_cudart else list(range(torch.cuda.device_count()))
+    assert _devices_with_access(model[0].weight.to_local()) == everywhere
+    model[0].unshard()
+    assert _devices_with_access(model[0].weight) == ([mine] if private else everywhere)
+    model[0].reshard()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(torch.version.cuda is None or torch.version.cuda < "13", reason="for CUDA 13")
+@pytest.mark.parametrize(
+    ("version", "variables"),
+    [("2.28.9", {}), ("2.28.9", {"NCCL_CUMEM_ENABLE": "0"}), ("2.30.7", {})],
+)
+def test_only_users_tensors_and_windows_are_for_all_gpus(
+    version: str, variables: dict[str, str]
+) -> None:
+    if not IS_EMULATED:
+        pytest.skip("chooses the version of the emulated NCCL")
+    devices = {"EMULATED_GPU_DEVICES": "2", "EMULATED_GPU_NCCL": version, "NCCL_HOSTID": "one"}
+    private = version == "2.28.9" and not variables
+    run_ranks(_access_to_buffers, 2, private, device="cuda", variables={**devices, **variables})

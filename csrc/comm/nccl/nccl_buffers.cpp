@@ -55,14 +55,15 @@ std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
 
 // Registering makes ranks wait for each other, so all of them do it, or none.
 NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes, BufferUse use) {
-  const auto free_memory = [this](void* memory) {
-    report_(api_.MemFree(memory), "free a buffer of");
-  };
-  std::unique_ptr<void, decltype(free_memory)> memory(try_to_allocate(bytes), free_memory);
-  const std::uint64_t number = allocated_++;
-  const bool is_allocated = memory != nullptr;
+  Buffer buffer = try_to_allocate(bytes, use);
+  const bool is_allocated = buffer.memory != nullptr;
+  const auto free_buffer = [this](const Buffer* made) { free(*made); };
+  std::unique_ptr<const Buffer, decltype(free_buffer)> freed(is_allocated ? &buffer : nullptr,
+                                                             free_buffer);
+  buffer.number = allocated_++;
   if (all_agree(is_allocated, kAllocation)) {
-    return {memory.release(), bytes, number, path_.is_symmetric(use), nullptr, nullptr};
+    freed.release();
+    return buffer;
   }
   throw Error(detail::concat(
       is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
@@ -84,7 +85,7 @@ std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use)
     shared_->held.emplace(static_cast<const char*>(buffer.memory), buffer);
   }
   const auto put_back = [this, shared = shared_, waits = waits_for_all_ranks(use),
-                         free_apart = free_apart()](void* memory) {
+                         free_apart = free_apart(buffer.owner)](void* memory) {
     std::unique_lock<std::mutex> lock(shared->mutex);
     if (shared->closed) {  // this object may have ended
       lock.unlock();
@@ -105,14 +106,18 @@ std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use)
 
 // Returns a function that frees memory on a thread of its own, because the caller's thread may
 // never have used this device. The function may outlive this object.
-std::function<void(void*)> NcclBuffers::free_apart() const {
+std::function<void(void*)> NcclBuffers::free_apart(std::shared_ptr<void> owner) const {
   return [select = nccl::selector_of(device_), synchronize = device_.synchronizer(),
-          memory_free = api_.MemFree](void* memory) {
+          memory_free = api_.MemFree, owner = std::move(owner)](void* memory) mutable {
     const auto free_memory = [&] {
       try {
         synchronize();
       } catch (const std::exception&) {
         // The device has failed, or the process ends.
+      }
+      if (owner != nullptr) {
+        owner.reset();
+        return nccl::kSuccess;
       }
       return memory_free(memory);
     };
@@ -120,14 +125,44 @@ std::function<void(void*)> NcclBuffers::free_apart() const {
   };
 }
 
-// NCCL does not know of the memory that the framework keeps for later. Null if there is too little.
-void* NcclBuffers::try_to_allocate(std::size_t bytes) {
-  void* memory = nullptr;
-  if (api_.MemAlloc(&memory, bytes) == nccl::kSuccess && memory != nullptr) {
-    return memory;
+// NCCL does not know of the memory that the framework keeps for later. The result has no memory if
+// there is too little.
+NcclBuffers::Buffer NcclBuffers::try_to_allocate(std::size_t bytes, BufferUse use) {
+  Buffer buffer = try_once_to_allocate(bytes, use);
+  if (buffer.memory == nullptr) {
+    device_.free_cached_memory();
+    buffer = try_once_to_allocate(bytes, use);
   }
-  device_.free_cached_memory();
-  return api_.MemAlloc(&memory, bytes) == nccl::kSuccess ? memory : nullptr;
+  return buffer;
+}
+
+NcclBuffers::Buffer NcclBuffers::try_once_to_allocate(std::size_t bytes, BufferUse use) {
+  Buffer buffer;
+  buffer.bytes = bytes;
+  buffer.is_symmetric = path_.is_symmetric(use);
+  buffer.owner = path_.is_private(use) ? allocate_private(bytes) : nullptr;
+  buffer.memory = buffer.owner.get();
+  if (buffer.memory == nullptr && api_.MemAlloc(&buffer.memory, bytes) != nccl::kSuccess) {
+    buffer.memory = nullptr;
+  }
+  return buffer;
+}
+
+// Null if there is too little memory, or none of this kind. What NCCL allocates says which kind it
+// needs: it uses cudaMalloc where the system or NCCL_CUMEM_ENABLE=0 demands that.
+std::shared_ptr<void> NcclBuffers::allocate_private(std::size_t bytes) {
+  if (device_.is_host()) {
+    return nullptr;
+  }
+  if (!private_allocator_.has_value()) {
+    void* model = nullptr;
+    if (api_.MemAlloc(&model, 1) != nccl::kSuccess || model == nullptr) {
+      return nullptr;
+    }
+    private_allocator_ = device_.allocator_like(model);
+    report_(api_.MemFree(model), "free a buffer of");
+  }
+  return *private_allocator_ != nullptr ? (*private_allocator_)(bytes) : nullptr;
 }
 
 bool NcclBuffers::all_agree(bool mine, const std::string& what) {
@@ -293,11 +328,17 @@ bool NcclBuffers::deregister(const Buffer& buffer) {
 void NcclBuffers::deregister_and_free(const Buffer& buffer) {
   if (deregister(buffer)) {
     free(buffer);
+    return;
   }
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->stuck.push_back(buffer);
 }
 
+// Private memory is freed with the last copy of its buffer.
 void NcclBuffers::free(const Buffer& buffer) {
-  report_(api_.MemFree(buffer.memory), "free a buffer of");
+  if (buffer.owner == nullptr) {
+    report_(api_.MemFree(buffer.memory), "free a buffer of");
+  }
 }
 
 // NCCL unmaps memory even if the device still reads it.

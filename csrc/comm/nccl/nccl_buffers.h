@@ -1,4 +1,5 @@
-// Memory from ncclMemAlloc that is registered with one communicator.
+// Memory that is registered with one communicator: from ncclMemAlloc, or private memory (Note
+// [private memory] in comm/nccl/nccl_paths.h).
 //
 // Note [order of windows]
 // Symmetric windows need the same offset in NCCL's address space on all ranks, or a reduction in
@@ -22,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,6 +69,7 @@ class NcclBuffers final : public RegisteredMemory {
  private:
   struct Buffer {
     void* memory = nullptr;
+    std::shared_ptr<void> owner;  // of private memory; null if it is from ncclMemAlloc
     std::size_t bytes = 0;
     std::uint64_t number = 0;  // in the order of all ranks
     bool is_symmetric = false;
@@ -82,6 +85,7 @@ class NcclBuffers final : public RegisteredMemory {
     bool closed = false;
     std::map<const char*, Buffer> held;
     std::map<std::uint64_t, Buffer> unused;  // by number
+    std::vector<Buffer> stuck;               // that NCCL could not deregister
   };
 
   // Whether all ranks pass true.
@@ -90,8 +94,10 @@ class NcclBuffers final : public RegisteredMemory {
   std::vector<std::uint64_t> unused_on_all_ranks();
   std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
   bool waits_for_all_ranks(BufferUse use) const;
-  std::function<void(void*)> free_apart() const;
-  void* try_to_allocate(std::size_t bytes);
+  std::function<void(void*)> free_apart(std::shared_ptr<void> owner) const;
+  Buffer try_to_allocate(std::size_t bytes, BufferUse use);
+  Buffer try_once_to_allocate(std::size_t bytes, BufferUse use);
+  std::shared_ptr<void> allocate_private(std::size_t bytes);
   void register_buffer(Buffer& buffer);
   nccl::Result register_with_nccl(Buffer& buffer);
   nccl::Result register_window(Buffer& buffer);
@@ -110,6 +116,7 @@ class NcclBuffers final : public RegisteredMemory {
   std::atomic<int> registered_{0};
   bool cannot_register_ = false;
   std::uint64_t allocated_ = 0;
+  std::optional<Device::Allocator> private_allocator_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kFirstWithCopyEngines = 22809;
 constexpr int kFirstThatCopiesPlainInputs = 22900;
+constexpr int kFirstThatMapsForPeers = 22400;
 constexpr int kOldestDriver = 12050;  // with which NCCL gathers by copy engines
 
 // Why copy engines cannot gather, or cannot be told apart from symmetric kernels: Note [copy
@@ -72,6 +73,7 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   const bool copies = gathers && policy == nccl::kZeroCtas;
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);
+  path.maps_for_peers = api.version >= kFirstThatMapsForPeers;
   path.cuts_groups = policy == nccl::kEfficiencyPolicy && !path.symmetric_outputs;
   return path;
 }

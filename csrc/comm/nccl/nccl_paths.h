@@ -29,6 +29,14 @@
 // and looks whether that many bytes from the smallest one's buffer on are registered. If not, all
 // of them use a ring. So groups end where this sum would pass the end of a member's buffer,
 // whichever member NCCL looks at.
+//
+// Note [private memory]
+// ncclMemAlloc maps memory on every GPU that the process sees and that can reach it. Where a buffer
+// is no window, NCCL needs none of these mappings: it exports the memory's handle, and each peer
+// that reads or writes the buffer maps it at an address of the peer's own. The switch and the
+// network use the owner's address. So such buffers get memory that has the properties of
+// ncclMemAlloc's, and that their own device alone can access. Shards and gradients do not, because
+// users may copy into them from another GPU, whose kernels or copy engines then write to them.
 #pragma once
 
 #include <cstddef>
@@ -48,12 +56,18 @@ struct LanePath {
   nccl::LaneSettings settings;  // without kAutoPolicy
   bool symmetric_inputs = false;
   bool symmetric_outputs = false;
-  bool cuts_groups = false;  // Note [groups in registered buffers]
+  bool cuts_groups = false;     // Note [groups in registered buffers]
+  bool maps_for_peers = false;  // NCCL maps registered buffers where a peer needs them
 
   // Whether such buffers are symmetric windows. Others are registered, if anything is.
   bool is_symmetric(BufferUse use) const {
     const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;
     return is_input ? symmetric_inputs : symmetric_outputs;
+  }
+  // See Note [private memory].
+  bool is_private(BufferUse use) const {
+    const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
+    return maps_for_peers && !is_of_users && !is_symmetric(use);
   }
 };
 

@@ -159,15 +159,4 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
-
-// torch asks for driver functions that it can do without.
-cudaError_t cudaGetDriverEntryPointByVersion(const char* /*name*/, void** function,
-                                             unsigned /*version*/, unsigned long long /*flags*/,
-                                             cudaDriverEntryPointQueryResult* result) {
-  *function = nullptr;
-  if (result != nullptr) {
-    *result = cudaDriverEntryPointSymbolNotFound;
-  }
-  return cudaSuccess;
-}
 }

@@ -114,6 +114,44 @@ void* open_memory(const SharedRange& range, int device) {
   return begin;
 }
 
+std::optional<SharedRange> take_memory(int device, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  std::size_t& used = regions().used[device];
+  if (used + bytes > settings().memory_bytes) {
+    return std::nullopt;
+  }
+  used += bytes;
+  return memory_of(device).take(bytes);
+}
+
+void give_memory_back(int device, const SharedRange& range) {
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  regions().used[device] -= range.bytes;
+  give_back(range);
+}
+
+void* reserve_addresses(std::size_t bytes) { return reserve_between_guards(bytes); }
+
+bool map_memory(void* address, const SharedRange& range, int device) {
+  const auto number = reinterpret_cast<std::uintptr_t>(address);
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  if (!map_shared(range, address)) {
+    return false;
+  }
+  std::memset(address, kPoison, range.bytes);
+  regions().by_begin[number] = {number, range.bytes, device, MemoryKind::kMapped, range};
+  return true;
+}
+
+void set_access_of(void* address, int device, bool allows) {
+  const std::uint64_t bit = std::uint64_t{1} << device;
+  const std::lock_guard<std::mutex> lock(regions().mutex);
+  std::uint64_t& devices = regions().by_begin.at(reinterpret_cast<std::uintptr_t>(address)).devices;
+  devices = allows ? devices | bit : devices & ~bit;
+}
+
+bool has_access(const Region& region, int device) { return (region.devices >> device & 1U) != 0; }
+
 // The addresses stay reserved without access, so that a late access is a fault.
 cudaError_t release(void* address, MemoryKind kind) {
   Regions& known = regions();
@@ -136,8 +174,6 @@ cudaError_t release(void* address, MemoryKind kind) {
   }
   return outcome();
 }
-
-cudaError_t free_at_once(void* address) { return release(address, MemoryKind::kDevice); }
 
 Usage usage_of_pool(int device) {
   const std::lock_guard<std::mutex> lock(regions().mutex);
@@ -171,7 +207,8 @@ cudaError_t cudaFree(void* address) {
     return error;
   }
   const std::optional<Region> region = region_of(address);
-  if (!region.has_value() || region->is_pinned() || region->kind == MemoryKind::kOpened) {
+  if (!region.has_value() || region->is_pinned() || region->kind == MemoryKind::kOpened ||
+      region->kind == MemoryKind::kMapped) {
     return failed(cudaErrorInvalidValue, "cudaFree got memory that it has not allocated");
   }
   for (int device = 0; device < settings().devices; ++device) {

@@ -21,6 +21,7 @@ enum class MemoryKind {
   kPinned,
   kRegistered,  // pinned memory that CUDA has not allocated
   kOpened,      // memory of a device that another process has allocated
+  kMapped,      // of cuMemMap: each device needs access to it
 };
 
 struct Region {
@@ -28,7 +29,8 @@ struct Region {
   std::size_t bytes;
   int device;
   MemoryKind kind;
-  SharedRange range;  // of memory that belongs to a device
+  SharedRange range;          // of memory that belongs to a device
+  std::uint64_t devices = 0;  // that have access to mapped memory, a bit each
 
   bool is_pinned() const { return kind == MemoryKind::kPinned || kind == MemoryKind::kRegistered; }
   bool is_managed() const { return kind == MemoryKind::kManaged; }
@@ -42,6 +44,15 @@ cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind k
 
 // Maps memory that another process has allocated on the device. Returns null if there is none.
 void* open_memory(const SharedRange& range, int device);
+
+// Parts of an allocation by cuMemCreate, cuMemAddressReserve, cuMemMap and cuMemSetAccess. The
+// memory is new, and NaN when it is mapped. Null or false if there is too little.
+std::optional<SharedRange> take_memory(int device, std::size_t bytes);
+void give_memory_back(int device, const SharedRange& range);
+void* reserve_addresses(std::size_t bytes);
+bool map_memory(void* address, const SharedRange& range, int device);
+void set_access_of(void* address, int device, bool allows);
+bool has_access(const Region& region, int device);
 
 // Frees memory of the kind. The address is where it begins.
 cudaError_t release(void* address, MemoryKind kind);

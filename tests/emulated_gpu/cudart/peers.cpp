@@ -29,6 +29,9 @@ thread_local bool is_exempt = false;
 bool is_a_device(int device) { return device >= 0 && device < settings().devices; }
 
 bool may_access(int device, const Region& region) {
+  if (region.kind == MemoryKind::kMapped) {
+    return has_access(region, device);
+  }
   if (!is_a_device(region.device) || region.is_managed() || region.device == device) {
     return true;
   }
@@ -68,8 +71,9 @@ void check_access(const std::vector<Access>& accesses) {
     std::ostringstream text;
     text << "an illegal address 0x" << std::hex << access.begin << ": device " << device
          << " may not use memory of device " << region->device
-         << (region->kind == MemoryKind::kPool ? "'s pool before cudaMemPoolSetAccess"
-                                               : " before cudaDeviceEnablePeerAccess");
+         << (region->kind == MemoryKind::kPool     ? "'s pool before cudaMemPoolSetAccess"
+             : region->kind == MemoryKind::kMapped ? " before cuMemSetAccess"
+                                                   : " before cudaDeviceEnablePeerAccess");
     fail(text.str(), cudaErrorIllegalAddress);
   }
 }

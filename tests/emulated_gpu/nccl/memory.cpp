@@ -1,5 +1,6 @@
 // Memory, and what communicators know of it.
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -14,7 +15,6 @@ namespace {
 struct Allocations {
   std::mutex mutex;
   std::map<const char*, std::size_t> bytes;
-  std::map<int, cudaStream_t> streams;  // by device, for ncclMemFree
 };
 Allocations& allocations() { return lasting<Allocations>(); }
 
@@ -34,15 +34,10 @@ std::optional<Allocation> allocation_of(const void* memory) {
   return address < begin + bytes ? std::optional<Allocation>({begin, bytes}) : std::nullopt;
 }
 
-cudaStream_t freeing_stream() {
-  int device = 0;
-  cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(allocations().mutex);
-  cudaStream_t& stream = allocations().streams[device];
-  if (stream == nullptr) {
-    cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0);
-  }
-  return stream;
+// NCCL's own default depends on the driver.
+bool uses_virtual_memory() {
+  const char* setting = std::getenv("NCCL_CUMEM_ENABLE");
+  return setting == nullptr || std::string(setting) != "0";
 }
 
 // What this rank can find out about a window without the others.
@@ -85,7 +80,8 @@ using namespace emulated_gpu;
 extern "C" {
 
 ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
-  if (cudaMalloc(address, bytes) != cudaSuccess) {
+  if ((uses_virtual_memory() ? allocate_for_all_devices(address, bytes)
+                             : cudaMalloc(address, bytes)) != cudaSuccess) {
     return refuse(ncclUnhandledCudaError, "Cuda failure 'out of memory'");
   }
   const std::lock_guard<std::mutex> lock(allocations().mutex);
@@ -93,7 +89,7 @@ ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
   return ncclSuccess;
 }
 
-// As NCCL's, and unlike cudaFree, it does not wait for work that uses the memory.
+// As NCCL's, and unlike cudaFree, it does not wait for work that uses virtual memory.
 ncclResult_t ncclMemFree(void* address) {
   if (address == nullptr) {
     return ncclSuccess;
@@ -113,10 +109,9 @@ ncclResult_t ncclMemFree(void* address) {
     const std::lock_guard<std::mutex> lock(allocations().mutex);
     allocations().bytes.erase(memory->begin);
   }
-  cudaStream_t stream = freeing_stream();
-  enqueue(stream, "ncclMemFree", [=] { writes(address, memory->bytes); });
-  cudaStreamSynchronize(stream);
-  return free_at_once(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  const cudaError_t result =
+      uses_virtual_memory() ? free_for_all_devices(address) : cudaFree(address);
+  return result == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t handle, void* address, std::size_t bytes,
