@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support import nccl_library
 from support.devices import IS_EMULATED
 from support.launcher import run_ranks
+from support.rank_process import OWN_GPU
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -225,7 +226,11 @@ def _devices_with_access(tensor: torch.Tensor) -> list[int] | None:
     """Return the GPUs that may use the tensor's memory; None if it is not virtual memory."""
     function, status = ctypes.c_void_p(), ctypes.c_int()
     found = ctypes.CDLL("libcudart.so.13").cudaGetDriverEntryPointByVersion(
-        b"cuMemGetAccess", ctypes.byref(function), 12000, ctypes.c_ulonglong(0), ctypes.byref(status)
+        b"cuMemGetAccess",
+        ctypes.byref(function),
+        12000,
+        ctypes.c_ulonglong(0),
+        ctypes.byref(status),
     )
     assert (found, status.value) == (0, 0)
     get_access = ctypes.CFUNCTYPE(ctypes.c_int, *3 * [ctypes.c_void_p])(function.value or 0)
@@ -261,6 +266,6 @@ def test_only_users_tensors_and_windows_are_for_all_gpus(
 ) -> None:
     if not IS_EMULATED:
         pytest.skip("chooses the version of the emulated NCCL")
-    devices = {"EMULATED_GPU_DEVICES": "2", "EMULATED_GPU_NCCL": version, "NCCL_HOSTID": "one"}
+    own_gpu = {**OWN_GPU, "EMULATED_GPU_DEVICES": "2", "EMULATED_GPU_NCCL": version}
     private = version == "2.28.9" and not variables
-    run_ranks(_access_to_buffers, 2, private, device="cuda", variables={**devices, **variables})
+    run_ranks(_access_to_buffers, 2, private, device="cuda", variables={**own_gpu, **variables})
