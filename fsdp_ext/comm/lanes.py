@@ -21,6 +21,7 @@ from fsdp_ext.comm.at_exit import let_threads_finish
 from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import (
+    NcclSettings,
     check_agreement,
     nccl_host,
     nccl_settings,
@@ -75,13 +76,24 @@ def lanes_of(
             lanes = _simulated_lanes(group, device, transport)
             ranks = list(range(transport.world_size))
         elif device.type == "cuda":
-            lanes = _nccl_lanes(group, device, at_once, between_replicas)
+            settings = nccl_settings()
+            if between_replicas:
+                settings = settings.between_replicas()
+            lanes = _nccl_lanes(group, device, at_once, settings)
         else:
             lanes = _host_lanes(group, device, transport)
         record_flights(lanes, group, ranks)
         log_choice(lanes, group)
         of_group[key] = lanes
     return of_group[key]
+
+
+def nccl_lanes_with(
+    group: dist.ProcessGroup, device: torch.device, settings: NcclSettings
+) -> _C.Lanes:
+    """Return lanes over NCCL that belong to the caller alone. All ranks call this together."""
+    _clear_at_exit()
+    return _nccl_lanes(group, device, 2, settings)
 
 
 def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:
@@ -366,16 +378,13 @@ def _simulated_lanes(
 
 
 def _nccl_lanes(
-    group: dist.ProcessGroup, device: torch.device, at_once: int, between_replicas: bool
+    group: dist.ProcessGroup, device: torch.device, at_once: int, settings: NcclSettings
 ) -> _C.Lanes:
     """Make the lanes of a GPU, over NCCL communicators of their own.
 
     Rank 0 makes the unique id and sends it through the group's store.
     """
     timeout = timeout_of(group, device)
-    settings = nccl_settings()
-    if between_replicas:
-        settings = settings.between_replicas()
     libraries = nccl_libraries()
     order_launches(device, at_once, settings.most_min_ctas)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""

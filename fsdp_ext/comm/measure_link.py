@@ -79,7 +79,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
                 ),
             }
             for operation, call in calls.items():
-                taken = _time(call, lanes, device)
+                taken = seconds_alone(call, lanes, device)
                 if repeat >= 2:
                     seconds.setdefault((operation, nbytes), []).append(taken)
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
@@ -88,7 +88,8 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     return [Sample(*key, median) for key, median in zip(seconds, medians, strict=True)]
 
 
-def _time(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
+def seconds_alone(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
+    """Return the seconds that a collective takes, which all ranks begin together."""
     lanes.barrier()  # wakes the lane's thread, which is also awake during a step
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ PACK_MULTIPROCESSORS = "FSDP_EXT_PACK_MULTIPROCESSORS"
 # The least and the most of each number. NCCL has at most 64 channels.
 _RANGES = {"min_ctas": (1, 64), "max_ctas": (1, 64), "cluster_size": (0, 8)}
 # NCCL_CTA_POLICY_*; csrc/comm/nccl/nccl_paths.cpp chooses what "auto" stands for.
-_POLICIES = {"default": 0, "efficiency": 1, "zero": 2, "auto": -1}
+POLICIES = {"default": 0, "efficiency": 1, "zero": 2, "auto": -1}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class NcclSettings:
 
 def describe_lane(settings: dict[str, int]) -> str:
     """Return a lane's settings as its variable would have them."""
-    names = {number: name for name, number in _POLICIES.items()}
+    names = {number: name for name, number in POLICIES.items()}
     return ",".join(
         f"{name}={names[value] if name == 'cta_policy' else value}"
         for name, value in sorted(settings.items())
@@ -79,12 +79,12 @@ def nccl_settings() -> NcclSettings:
     """
     registers = os.environ.get(REGISTER, "1") not in ("0", "")
     gather, reduce = (_settings_of_lane(variable) for variable in OF_LANES.values())
-    if reduce.get("cta_policy") == _POLICIES["zero"]:
+    if reduce.get("cta_policy") == POLICIES["zero"]:
         raise ValueError(
             f"{OF_LANES['reduce']} has cta_policy=zero, but copy engines cannot add. Set it in "
             f"{OF_LANES['gather']} only."
         )
-    if gather.get("cta_policy") == _POLICIES["zero"] and not registers:
+    if gather.get("cta_policy") == POLICIES["zero"] and not registers:
         raise ValueError(
             f"{OF_LANES['gather']} has cta_policy=zero, and copy engines need registered buffers, "
             f"but {REGISTER}=0 turns these off. Unset one of the two."
@@ -142,7 +142,7 @@ def _settings_of_lane(variable: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (part.strip() for part in item.partition("="))
-        number = _POLICIES.get(value) if name == "cta_policy" else _number(name, value)
+        number = POLICIES.get(value) if name == "cta_policy" else _number(name, value)
         if number is None or name in found:
             raise ValueError(
                 f"{variable} is {text!r}. Pass each of these at most once, such as "

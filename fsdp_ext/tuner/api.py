@@ -20,6 +20,7 @@ from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
 from fsdp_ext.tuner.candidates import PlannedSettings, choices, shortlist
 from fsdp_ext.tuner.costs import measure_costs
+from fsdp_ext.tuner.policies import measure_policies
 from fsdp_ext.tuner.result import WORTH, Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
@@ -49,6 +50,10 @@ def tune(
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
     runs out of memory inside a step, the others wait until the timeout, as in training.
+
+    Over NCCL 2.28 and newer, ``tune`` also times a bucket's gather and reduction with each
+    ``cta_policy``, and says which setting to pass. It does not apply it, because the communicators
+    of a process are made once.
 
     Parameters, buffers and torch's random state are the same afterwards, for which ``tune`` holds a
     copy of shards and buffers. The states of an optimizer that hooks run in backward are not
@@ -142,12 +147,14 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
         )
     fastest = min(one.measured for one in allowed)
     as_fast = [one for one in allowed if one.measured <= fastest * (1 + WORTH)]
+    chosen = min(as_fast, key=lambda one: (one.memory, one.measured))
     return Tuning(
-        chosen=min(as_fast, key=lambda one: (one.memory, one.measured)),
+        chosen=chosen,
         before=next(one for one in measured if one.choice == choice),
         measured=tuple(sorted(measured, key=lambda one: one.measured)),
         considered=len(found),
         too_large=len(found) - len(fitting),
         costs=costs,
         simulated=root.lanes.is_simulated,
+        policies=measure_policies(root, chosen.buckets, trial.steps),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fsdp_ext._util.tables import columns, sentence, size
 from fsdp_ext.planner.times import StepCosts
 from fsdp_ext.sharding.params.settings import Choice
+from fsdp_ext.tuner.policies import LanePolicies
 
 # A setting that needs more memory has to be faster by at least this share.
 WORTH = 0.01
@@ -45,6 +46,7 @@ class Tuning:
         too_large: number of those that need too much memory. The others were predicted.
         costs: the measured costs that predictions are made from.
         simulated: whether the transport, and with it each time, is simulated.
+        policies: times of NCCL's policies on each lane, which ``tune`` does not change.
     """
 
     chosen: Candidate
@@ -54,6 +56,7 @@ class Tuning:
     too_large: int
     costs: StepCosts
     simulated: bool
+    policies: tuple[LanePolicies, ...] = ()
 
     def __str__(self) -> str:
         """Return the table, the measured costs, and the reason for the choice."""
@@ -77,6 +80,7 @@ class Tuning:
                     f"chosen: {self.chosen.choice}: {what}; the prediction is off by "
                     f"{self.chosen.predicted / self.chosen.measured - 1:+.0%}"
                 ),
+                *(sentence(str(lane)) for lane in self.policies),
             ]
         )
 

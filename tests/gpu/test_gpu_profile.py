@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import nccl_library
 from support.devices import IS_EMULATED
 from support.launcher import run_ranks
+from support.rank_process import OWN_GPU
 from torch import nn
 
 import fsdp_ext
@@ -117,3 +119,49 @@ def _tuned() -> None:
 @pytest.mark.timeout(120)
 def test_tuning_leaves_the_model_as_it_was() -> None:
     run_ranks(_tuned, 1, timeout=110.0, device="cuda")
+
+
+def _tuned_over_nccl() -> dict[str, set[str]]:
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model, bucket_bytes=0, prefetch=1)
+    x = torch.randn(ROWS // 4, WIDTH, device="cuda")
+    result = fsdp_ext.tune(model, x, steps=2, verbose=False)
+    text = " ".join(str(result).split())
+    for lane in result.policies:
+        fastest = min(lane.seconds, key=lane.seconds.__getitem__)
+        told = f"set {lane.variable}=cta_policy={fastest} in the environment of the next run"
+        assert (told in text) == (fastest != "default")
+        of_a_bucket = 2 * WIDTH * (WIDTH + 1) * 4 / result.chosen.buckets
+        assert lane.nbytes == pytest.approx(of_a_bucket, rel=0.05)  # parameters are padded
+    model(x).sum().backward()  # on its own lanes
+    return {lane.variable: set(lane.seconds) for lane in result.policies}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(nccl_library.version() < (2, 28), reason="NCCL before 2.28 has no cta_policy")
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({}, set()),
+        ({"FSDP_EXT_NCCL_REDUCE": "cta_policy=default"}, {"FSDP_EXT_NCCL_REDUCE"}),
+        ({"FSDP_EXT_NCCL_REGISTER": "0"}, {"zero"}),
+    ],
+    ids=["all", "one_is_set", "unregistered"],
+)
+def test_tune_times_the_policies_that_can_be_set(
+    variables: dict[str, str], missing: set[str]
+) -> None:
+    if not IS_EMULATED:
+        pytest.skip("needs two GPUs of one node, as the emulated one has")
+    of_lanes = {
+        "FSDP_EXT_NCCL_GATHER": {"default", "efficiency", "zero"},
+        "FSDP_EXT_NCCL_REDUCE": {"default", "efficiency"},
+    }
+    expected = {
+        lane: policies - missing for lane, policies in of_lanes.items() if lane not in missing
+    }
+    own_gpu = {**OWN_GPU, "EMULATED_GPU_DEVICES": "2", **variables}
+    found = run_ranks(_tuned_over_nccl, 2, timeout=110.0, device="cuda", variables=own_gpu)
+    assert found == [expected, expected]

@@ -1,0 +1,128 @@
+"""The times of a bucket's collectives with each ``cta_policy`` that NCCL can have here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fsdp_ext import _C
+from fsdp_ext._util.tables import size
+from fsdp_ext.comm.lanes import nccl_lanes_with, nccl_libraries
+from fsdp_ext.comm.measure_link import seconds_alone
+from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
+from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
+from fsdp_ext.sharding.root.root import Root
+
+_logger = logging.getLogger("fsdp_ext")
+_FIRST_VERSION = (2, 28)
+IN_USE = "default"  # of lanes for which the environment has no policy
+_WARMUP = 2
+# Policies of the two lanes that are tried together. Copy engines cannot add.
+_TRIED = ((IN_USE, IN_USE), ("efficiency", "efficiency"), ("zero", IN_USE))
+
+
+@dataclass(frozen=True)
+class LanePolicies:
+    """The times of one collective on a lane, without compute beside it.
+
+    Args:
+        variable: the variable of the environment that has the lane's settings.
+        others: the lane's settings besides the policy.
+        nbytes: the unsharded size of the collective.
+        seconds: the median on the slowest rank, by policy.
+    """
+
+    variable: str
+    others: dict[str, int]
+    nbytes: int
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        """Return the times, and how to set the fastest policy."""
+        ranked = sorted(self.seconds, key=self.seconds.__getitem__)
+        times = ", ".join(f"{policy} {self.seconds[policy] * 1e3:.2f} ms" for policy in ranked)
+        settings = describe_lane(self.others | {"cta_policy": POLICIES[ranked[0]]})
+        advice = f"set {self.variable}={settings} in the environment of the next run to use it"
+        return (
+            f"{size(self.nbytes)} on the lane of {self.variable}, alone: {times}; "
+            f"{'the one in use is the fastest' if ranked[0] == IN_USE else advice}"
+        )
+
+
+def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolicies, ...]:
+    """Time a gather and a reduction of a bucket's mean size, on lanes made for each policy.
+
+    All ranks call this together. Policies that cannot be used or have no memory are left out, and
+    so are lanes for which the environment has a policy. The result is empty without NCCL 2.28.
+    """
+    first = root.units[0]
+    if root.lanes.transport != "nccl" or not has_peers(first) or _version() < _FIRST_VERSION:
+        return ()
+    parts = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
+    part = max(parts // 4, 1) * 4
+    with together(first, "tune", "the times of NCCL's policies"):
+        own = _time_policies(root, part, repeats)
+    ranks = exchange(first, own)
+    found: dict[str, dict[str, float]] = {lane: {} for lane in OF_LANES}
+    for lane, policy in own:
+        slowest = max(of[lane, policy] for of in ranks)
+        if math.isfinite(slowest):
+            found[lane][policy] = slowest
+    now = nccl_settings()
+    return tuple(
+        LanePolicies(OF_LANES[lane], settings, part * first.world_size, found[lane])
+        for lane, settings in (("gather", now.gather), ("reduce", now.reduce))
+        if found[lane] and "cta_policy" not in settings
+    )
+
+
+def _time_policies(root: Root, part: int, repeats: int) -> dict[tuple[str, str], float]:
+    """Return seconds by lane and policy, infinite for policies that could not be tried."""
+    own: dict[tuple[str, str], float] = {}
+    for gather, reduce in _TRIED:
+        if gather == "zero" and not nccl_settings().registers_buffers:
+            continue  # copy engines need registered buffers
+        try:
+            timed = _time_lanes(root, gather, reduce, part, repeats)
+        except RuntimeError as error:
+            _logger.info("tune: no times for cta_policy=%s: %s", gather, error)
+            timed = dict.fromkeys(OF_LANES, math.inf)
+        own.setdefault(("gather", gather), timed["gather"])
+        own.setdefault(("reduce", reduce), timed["reduce"])
+    return own
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, _C.describe_nccl(nccl_libraries())[0].split(".")))
+
+
+def _time_lanes(root: Root, gather: str, reduce: str, part: int, repeats: int) -> dict[str, float]:
+    """Return the median seconds of a gather and of a reduction on new lanes with these policies."""
+    first, now = root.units[0], nccl_settings()
+    settings = replace(
+        now,
+        gather=now.gather | {"cta_policy": POLICIES[gather]},
+        reduce=now.reduce | {"cta_policy": POLICIES[reduce]},
+    )
+    lanes = nccl_lanes_with(first.ranks.group, first.device, settings)
+    whole = part * first.world_size
+    of_gather = lanes.input_buffer(part), lanes.output_buffer(whole)
+    of_reduce = lanes.input_buffer(whole, "reduce"), lanes.output_buffer(part, "reduce")
+    calls = {}
+    for lane, call, buffers in (
+        ("gather", lanes.all_gather, of_gather),
+        ("reduce", lanes.reduce_scatter, of_reduce),
+    ):
+        source, target = (buffer.view(torch.float32) for buffer in buffers)
+        calls[lane] = partial(call, source.zero_(), target)
+    return {
+        lane: statistics.median(
+            [seconds_alone(call, lanes, first.device) for _ in range(_WARMUP + repeats)][_WARMUP:]
+        )
+        for lane, call in calls.items()
+    }
