@@ -93,7 +93,7 @@ def nccl_lanes_with(
 ) -> _C.Lanes:
     """Return lanes over NCCL that belong to the caller alone. All ranks call this together."""
     _clear_at_exit()
-    return _nccl_lanes(group, device, 2, settings)
+    return _nccl_lanes(group, device, at_once=2, settings=settings)
 
 
 def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:

@@ -89,7 +89,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
 
 
 def seconds_alone(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
-    """Return the seconds that a collective takes, which all ranks begin together."""
+    """Return the seconds of a collective that all ranks begin together."""
     lanes.barrier()  # wakes the lane's thread, which is also awake during a step
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -52,8 +52,8 @@ def tune(
     runs out of memory inside a step, the others wait until the timeout, as in training.
 
     Over NCCL 2.28 and newer, ``tune`` also times a bucket's gather and reduction with each
-    ``cta_policy``, and says which setting to pass. It does not apply it, because the communicators
-    of a process are made once.
+    ``cta_policy``, and says which environment variable to set for the next run. It does not apply
+    the policy, because a process makes its communicators once.
 
     Parameters, buffers and torch's random state are the same afterwards, for which ``tune`` holds a
     copy of shards and buffers. The states of an optimizer that hooks run in backward are not

@@ -1,12 +1,14 @@
-"""The times of a bucket's collectives with each ``cta_policy`` that NCCL can have here."""
+"""Times of a bucket's collectives with each ``cta_policy`` that NCCL can use here."""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,11 +21,12 @@ from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
 
 _logger = logging.getLogger("fsdp_ext")
-_FIRST_VERSION = (2, 28)
-IN_USE = "default"  # of lanes for which the environment has no policy
+_FIRST_WITH_POLICIES = (2, 28)
+_IN_USE = "default"  # the policy of lanes whose environment variable names none
 _WARMUP = 2
-# Policies of the two lanes that are tried together. Copy engines cannot add.
-_TRIED = ((IN_USE, IN_USE), ("efficiency", "efficiency"), ("zero", IN_USE))
+_ELEMENT = torch.float32
+# Policies that the gather lane and the reduce lane have together. Copy engines cannot add.
+_TRIED = ((_IN_USE, _IN_USE), ("efficiency", "efficiency"), ("zero", _IN_USE))
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,10 @@ class LanePolicies:
     """The times of one collective on a lane, without compute beside it.
 
     Args:
-        variable: the variable of the environment that has the lane's settings.
-        others: the lane's settings besides the policy.
+        variable: the environment variable with the lane's settings.
+        others: the lane's other settings.
         nbytes: the unsharded size of the collective.
-        seconds: the median on the slowest rank, by policy.
+        seconds: for each policy, the median on the slowest rank.
     """
 
     variable: str
@@ -47,24 +50,25 @@ class LanePolicies:
         ranked = sorted(self.seconds, key=self.seconds.__getitem__)
         times = ", ".join(f"{policy} {self.seconds[policy] * 1e3:.2f} ms" for policy in ranked)
         settings = describe_lane(self.others | {"cta_policy": POLICIES[ranked[0]]})
+        current = "the policy in use is the fastest"
         advice = f"set {self.variable}={settings} in the environment of the next run to use it"
         return (
             f"{size(self.nbytes)} on the lane of {self.variable}, alone: {times}; "
-            f"{'the one in use is the fastest' if ranked[0] == IN_USE else advice}"
+            f"{current if ranked[0] == _IN_USE else advice}"
         )
 
 
 def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolicies, ...]:
     """Time a gather and a reduction of a bucket's mean size, on lanes made for each policy.
 
-    All ranks call this together. Policies that cannot be used or have no memory are left out, and
-    so are lanes for which the environment has a policy. The result is empty without NCCL 2.28.
+    All ranks call this together. The result leaves out policies that cannot be used or have no
+    memory, and lanes whose environment variable has a policy. It is empty before NCCL 2.28.
     """
     first = root.units[0]
-    if root.lanes.transport != "nccl" or not has_peers(first) or _version() < _FIRST_VERSION:
+    if root.lanes.transport != "nccl" or not has_peers(first) or _version() < _FIRST_WITH_POLICIES:
         return ()
-    parts = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
-    part = max(parts // 4, 1) * 4
+    mean = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
+    part = max(mean // _ELEMENT.itemsize, 1) * _ELEMENT.itemsize
     with together(first, "tune", "the times of NCCL's policies"):
         own = _time_policies(root, part, repeats)
     ranks = exchange(first, own)
@@ -83,15 +87,22 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
 
 def _time_policies(root: Root, part: int, repeats: int) -> dict[tuple[str, str], float]:
     """Return seconds by lane and policy, infinite for policies that could not be tried."""
+    first = root.units[0]
     own: dict[tuple[str, str], float] = {}
     for gather, reduce in _TRIED:
         if gather == "zero" and not nccl_settings().registers_buffers:
             continue  # copy engines need registered buffers
+        timed = dict.fromkeys(OF_LANES, math.inf)
+        made = None
         try:
-            timed = _time_lanes(root, gather, reduce, part, repeats)
+            made = _make_lanes(root, gather, reduce, part)
         except RuntimeError as error:
-            _logger.info("tune: no times for cta_policy=%s: %s", gather, error)
-            timed = dict.fromkeys(OF_LANES, math.inf)
+            _logger.info("tune: no lanes with %s and %s: %s", gather, reduce, error)
+        if all(exchange(first, made is not None)) and made is not None:
+            lanes, calls = made
+            for lane, call in calls.items():
+                times = [seconds_alone(call, lanes, first.device) for _ in range(_WARMUP + repeats)]
+                timed[lane] = statistics.median(times[_WARMUP:])
         own.setdefault(("gather", gather), timed["gather"])
         own.setdefault(("reduce", reduce), timed["reduce"])
     return own
@@ -101,8 +112,10 @@ def _version() -> tuple[int, ...]:
     return tuple(map(int, _C.describe_nccl(nccl_libraries())[0].split(".")))
 
 
-def _time_lanes(root: Root, gather: str, reduce: str, part: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of a gather and of a reduction on new lanes with these policies."""
+def _make_lanes(
+    root: Root, gather: str, reduce: str, part: int
+) -> tuple[_C.Lanes, dict[str, Callable[[], Any]]]:
+    """Return new lanes with these policies, and a call of a collective on each, by its name."""
     first, now = root.units[0], nccl_settings()
     settings = replace(
         now,
@@ -113,16 +126,11 @@ def _time_lanes(root: Root, gather: str, reduce: str, part: int, repeats: int) -
     whole = part * first.world_size
     of_gather = lanes.input_buffer(part), lanes.output_buffer(whole)
     of_reduce = lanes.input_buffer(whole, "reduce"), lanes.output_buffer(part, "reduce")
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for lane, call, buffers in (
         ("gather", lanes.all_gather, of_gather),
         ("reduce", lanes.reduce_scatter, of_reduce),
     ):
-        source, target = (buffer.view(torch.float32) for buffer in buffers)
+        source, target = (buffer.view(_ELEMENT) for buffer in buffers)
         calls[lane] = partial(call, source.zero_(), target)
-    return {
-        lane: statistics.median(
-            [seconds_alone(call, lanes, first.device) for _ in range(_WARMUP + repeats)][_WARMUP:]
-        )
-        for lane, call in calls.items()
-    }
+    return lanes, calls

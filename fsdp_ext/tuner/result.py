@@ -46,7 +46,7 @@ class Tuning:
         too_large: number of those that need too much memory. The others were predicted.
         costs: the measured costs that predictions are made from.
         simulated: whether the transport, and with it each time, is simulated.
-        policies: times of NCCL's policies on each lane, which ``tune`` does not change.
+        policies: times of NCCL's policies on each lane. ``tune`` applies none of them.
     """
 
     chosen: Candidate
