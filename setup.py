@@ -4,8 +4,8 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
-    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first whose major version is torch's: of
-                    the nvcc on the PATH, from PyPI beside torch, of the environment (conda), or in
+    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first of torch's major version with an nvcc
+                    on the PATH, in PyPI's packages beside torch, in the environment (conda), or in
                     /usr/local/cuda
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
@@ -36,7 +36,7 @@ OLDEST_TORCH = (2, 11)
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
 DEFAULT_CUDA = "/usr/local/cuda/bin"
-# What PyPI's nvcc needs. CMake asks for CCCL, and nvidia-cuda-nvcc for any version of the others.
+# PyPI's packages beside nvidia-cuda-nvcc, which requires only some of them, in any version.
 PARTS_OF_ONE_RELEASE = ("nvidia-cuda-crt", "nvidia-nvvm")
 PARTS_OF_NVCC = (*PARTS_OF_ONE_RELEASE, "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 EXTRAS = "nvcc,crt,nvvm,cudart,cccl"  # of the package cuda-toolkit
@@ -71,6 +71,10 @@ class Nvcc:
     def toolkit(self) -> Path:
         """The directory with the compiler's headers and libraries."""
         return self.path.resolve().parents[1]
+
+    def fits(self, torch: Torch) -> bool:
+        """Return whether its CUDA has the major version of torch's."""
+        return self.release.split(".")[0] == torch.cuda_major
 
 
 def find_torch() -> Torch:
@@ -123,20 +127,15 @@ def choose_kind(torch: Torch, nvcc: Nvcc | None) -> tuple[str, str]:
     if missing is None:
         assert nvcc is not None
         return "CUDA", f"with nvcc {nvcc.release}, {nvcc.path}"
-    if torch.cuda is None and force_cuda:
-        raise SystemExit(
-            f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. Install a torch "
-            "with CUDA, or unset FORCE_CUDA to make the CPU build."
-        )
     if force_cuda:
         raise SystemExit(
             f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. "
-            f"{how_to_get_nvcc(torch)}, or unset FORCE_CUDA to make the CPU build."
+            f"{how_to_get_cuda(torch)}, or unset FORCE_CUDA to make the CPU build."
         )
     if torch.cuda is not None and has_driver():
         raise SystemExit(
             f"This machine has NVIDIA's driver and torch {torch.version} has CUDA, but {missing}. "
-            f"{how_to_get_nvcc(torch)}, or set FORCE_CPU=1 for a build of fsdp_ext without CUDA."
+            f"{how_to_get_cuda(torch)}, or set FORCE_CPU=1 for a build of fsdp_ext without CUDA."
         )
     return "CPU", missing
 
@@ -148,13 +147,13 @@ def why_no_cuda(torch: Torch, nvcc: Nvcc | None) -> str | None:
     if nvcc is None:
         home = cuda_home()
         return f"CUDA_HOME={home} has no bin/nvcc" if home else "there is no nvcc"
-    if nvcc.release.split(".")[0] != torch.cuda_major:
+    if not nvcc.fits(torch):
         return f"{nvcc.path} belongs to CUDA {nvcc.release} and torch to CUDA {torch.cuda}"
     return why_incomplete(nvcc)
 
 
 def why_incomplete(nvcc: Nvcc) -> str | None:
-    """Return what an nvcc from PyPI lacks, whose parts are packages of their own, or None."""
+    """Return which package an nvcc from PyPI lacks or has of another release, or None."""
     if not is_from_pypi(nvcc):
         return None
     site_packages = str(nvcc.toolkit.parents[1])
@@ -173,13 +172,14 @@ def why_incomplete(nvcc: Nvcc) -> str | None:
     return None
 
 
-def how_to_get_nvcc(torch: Torch) -> str:
-    """Return the beginning of a sentence that says how to get an nvcc that fits torch."""
-    # PyPI's nvidia-cuda-nvcc-cu12 has no nvcc in it.
-    by_pip = f'run `pip install "cuda-toolkit[{EXTRAS}]=={torch.cuda}.*"`, or '
-    by_pip = by_pip if int(torch.cuda_major) >= 13 else ""
-    rest = f"install the CUDA toolkit {torch.cuda_major} and set CUDA_HOME to it"
-    return (by_pip + rest)[0].upper() + (by_pip + rest)[1:]
+def how_to_get_cuda(torch: Torch) -> str:
+    """Return the beginning of a sentence that says what to install for a CUDA build."""
+    if torch.cuda is None:
+        return "Install a torch with CUDA"
+    toolkit = f"the CUDA toolkit {torch.cuda_major} and set CUDA_HOME to it"
+    if int(torch.cuda_major) < 13:  # PyPI's nvidia-cuda-nvcc-cu12 has no nvcc in it
+        return f"Install {toolkit}"
+    return f'Run `pip install "cuda-toolkit[{EXTRAS}]=={torch.cuda}.*"`, or install {toolkit}'
 
 
 def has_driver() -> bool:
@@ -206,16 +206,16 @@ def find_nvcc(torch: Torch) -> Nvcc | None:
         release = release_of(Path(path)) if path else None
         if path and release:
             found.append(Nvcc(Path(path), release))
-    fit = [nvcc for nvcc in found if nvcc.release.split(".")[0] == torch.cuda_major]
-    return (fit or found or [None])[0]
+    fitting = (nvcc for nvcc in found if nvcc.fits(torch))
+    return next(fitting, found[0] if found else None)
 
 
 def places_of_nvcc(torch: Torch) -> list[Path]:
     """Return the directories that may have nvcc, in the order in which they are tried."""
     on_the_path = [Path(place) for place in os.get_exec_path()]
-    packages = importlib.util.find_spec("nvidia")  # of PyPI's wheels; a namespace
+    packages = importlib.util.find_spec("nvidia")  # a namespace package of PyPI's wheels
     found = [*packages.submodule_search_locations] if packages is not None else []
-    found += [torch.directory.parent / "nvidia"]  # a build in isolation sees no other
+    found += [torch.directory.parent / "nvidia"]  # the only one that an isolated build can see
     from_pypi = [Path(place) / f"cu{torch.cuda_major}" / "bin" for place in found]
     return [*on_the_path, *from_pypi, Path(sys.prefix) / "bin", Path(DEFAULT_CUDA)]
 
@@ -228,20 +228,20 @@ def release_of(program: Path) -> str | None:
 
 
 def is_from_pypi(nvcc: Nvcc) -> bool:
-    """Return whether an nvcc is of PyPI's wheels."""
+    """Return whether an nvcc comes from PyPI."""
     return nvcc.toolkit.parent.name == "nvidia"
 
 
 def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:
-    """Return what CMake has to be told of an nvcc, and write into `directory` what it needs."""
+    """Return CMake's settings for an nvcc. Links that they name are made in `directory`."""
     settings: dict[str, object] = {
         "CMAKE_CUDA_COMPILER": nvcc.path.as_posix(),
         "CMAKE_CUDA_ARCHITECTURES": ";".join(cuda_architectures(nvcc)),
     }
     if not is_from_pypi(nvcc):
         return settings
-    # These wheels have their libraries in lib, while nvcc links from lib64, and libcudart.so.13
-    # without the name that linkers look for.
+    # PyPI's libraries are in lib, but nvcc links from lib64. There is libcudart.so.13, but linkers
+    # look for libcudart.so.
     libraries = nvcc.toolkit / "lib"
     links = directory / "cuda_libraries"
     links.mkdir(parents=True, exist_ok=True)

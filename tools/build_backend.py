@@ -3,9 +3,9 @@
 pip builds in an isolated environment. A requirement of torch would install PyPI's build there,
 while the user may have a build for another CUDA version. An extension built against the wrong torch
 does not load, or lacks CUDA. So the build imports the torch of the environment that pip installs
-into, if that torch is new enough. Only if that environment has no torch does pip get the newest
-one, which it also installs there. Builders that make an environment of their own, such as uv and
-`python -m build`, do not see the torch, so they are stopped.
+into, if that torch is new enough. If not, pip gets the newest torch and also installs it there.
+Builders that make an environment of their own, such as uv and `python -m build`, hide the installed
+torch, so the build stops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OLDEST_TORCH = (2, 11)
 
 def path_outside() -> list[str]:
     """Return where the environment outside of pip's isolated one finds its packages."""
-    # pip isolates by variables, which -E ignores. Python itself knows links to other environments.
+    # pip isolates by variables, which -E ignores. sys.path has what .pth files add, too.
     command = [sys.executable, "-E", "-c", "import json, sys; print(json.dumps(sys.path))"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     return [place for place in json.loads(found.stdout) if place]
@@ -45,7 +45,7 @@ def torch_requirements() -> list[str]:
     """Return what the isolated environment needs so that the build can import torch.
 
     Raises:
-        SystemExit: if a builder other than pip does not show the build a torch.
+        SystemExit: if there is no such torch, and the builder is not pip.
     """
     oldest = ".".join(map(str, OLDEST_TORCH))
     if has_torch():
@@ -53,10 +53,11 @@ def torch_requirements() -> list[str]:
     if "PIP_BUILD_TRACKER" in os.environ:  # pip sets it
         return [f"torch>={oldest}"]
     raise SystemExit(
-        f"The build of fsdp_ext sees no torch {oldest} or newer, because the builder made an "
-        f"environment of its own, {sys.prefix}. Install torch, setuptools, cmake and ninja where "
-        "fsdp_ext is to run, and build there with `pip install --no-build-isolation .`, `uv pip "
-        "install --no-build-isolation .` or `python -m build --wheel --no-isolation`."
+        f"The build of fsdp_ext sees no torch {oldest} or newer in {sys.prefix}. Builders other "
+        "than pip make that environment themselves, without torch. Install torch, setuptools, "
+        "cmake and ninja where fsdp_ext is to run, and build there with `pip install "
+        "--no-build-isolation .`, `uv pip install --no-build-isolation .` or `python -m build "
+        "--wheel --no-isolation`."
     )
 
 

@@ -36,9 +36,9 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15")
 NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "*.so", "_build_info.py", "__pycache__")
-# How pip says that there is none, or none for this Python whose requirements there are.
+# pip's errors if no index has this torch, or if its requirements cannot be met.
 NO_SUCH_TORCH = ("No matching distribution found for torch", "Cannot install torch==")
-KINDS = ("cu130", "cpu")  # in an environment, torch without CUDA comes last
+KINDS = ("cu130", "cpu")  # in each environment, torch without CUDA is installed last
 TORCH_INDEX = "https://download.pytorch.org/whl/{kind}"
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
 
@@ -106,7 +106,7 @@ def run(*command: str | Path, **environment: str) -> str:
 def why_not(target: Target) -> str | None:
     """Return why this machine cannot build the target, or None."""
     try:
-        run(f"python{target.python}", "--version")  # one of pyenv may be there and not run
+        run(f"python{target.python}", "--version")  # pyenv may have only a shim, which fails
     except (OSError, RuntimeError):
         return f"there is no python{target.python} on the PATH"
     if target.kind == "cpu":
@@ -130,42 +130,48 @@ def install_torch(target: Target, python: Path, index: str) -> str | None:
     """Install the target's torch; return why there is none, or None.
 
     Args:
-        target: the wheel that is built against it.
-        python: of the environment.
+        target: the wheel to build.
+        python: the environment's Python.
         index: PyTorch's index, with {kind} in it; empty for pip's own indexes alone.
     """
     indexes = ["--extra-index-url", index.format(kind=target.kind)] if index else []
     install = [python, "-m", "pip", "install", "--quiet", *indexes]
     # Upgraded, since for pip a local version, such as 2.11.0+cpu, is newer than 2.11.0.
-    try:
-        run(*install, "--upgrade", f"torch=={target.torch}.*")
-    except RuntimeError as error:
-        if not any(words in str(error) for words in NO_SUCH_TORCH):
-            raise
+    if not pip_has(*install, "--upgrade", f"torch=={target.torch}.*"):
         return (
             f"pip can install no torch {target.torch} for Python {target.python} from the indexes"
         )
     version, cuda = torch_of(python)
     if target.kind == "cpu" or fits(target.kind, cuda):
         return None
-    try:
-        run(*install, f"torch==={version.split('+')[0]}")  # the one without a local version
-    except RuntimeError:
+    # The index may also have this torch without a local version, and with CUDA.
+    if not pip_has(*install, f"torch==={version.split('+')[0]}"):
         return f"the indexes have torch {version} and none with CUDA"
     version, cuda = torch_of(python)
     has = f"for CUDA {cuda}" if cuda else "without CUDA"
     return None if fits(target.kind, cuda) else f"the indexes have torch {version} {has}"
 
 
+def pip_has(*install: str | Path) -> bool:
+    """Install a torch with this command; return whether pip has found one."""
+    try:
+        run(*install)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in NO_SUCH_TORCH):
+            raise
+        return False
+    return True
+
+
 def torch_of(python: Path) -> tuple[str, str]:
-    """Return the version of an environment's torch and of its CUDA, which is empty without one."""
+    """Return the versions of an environment's torch and of its CUDA; "" without CUDA."""
     program = "import torch; print(torch.__version__, torch.version.cuda or '')"
     version, cuda = run(python, "-W", "ignore", "-c", program).splitlines()[-1].split(" ")
     return version, cuda
 
 
 def fits(kind: str, cuda: str) -> bool:
-    """Return whether a torch for a version of CUDA can load a wheel of a kind with CUDA."""
+    """Return whether a torch for this CUDA can load a wheel of this kind, such as cu130."""
     return cuda.split(".")[0] == kind[2:-1]
 
 
