@@ -94,7 +94,7 @@ def run_collectives(device: torch.device, rank: int, ranks: int, store: Path) ->
     start = time.monotonic()
     for _ in range(TIMED):
         dist.all_gather_into_tensor(whole, value)
-        whole[:1].item()  # waits, as a step that communicates does in the end
+        whole[:1].item()  # waits for the collective, as a step does in the end
     print(f"a collective takes {(time.monotonic() - start) / TIMED:.6f} s", flush=True)
     dist.destroy_process_group()
 

@@ -3,11 +3,11 @@
     python tools/gpu_loading.py [--json FILE] [--quick]
 
 CUDA reads the variable once, so each setting has a process of its own. It trains the transformer of
-`bench step` on one rank, over NCCL. fsdp_ext loads its kernels when it shards; with LAZY, torch's
-and NCCL's are loaded when they are first used. "outside" is the device's memory by the driver's
-count without what torch's allocator has reserved: the context, the code of kernels, and NCCL's
-buffers. It is right if no other process uses the GPU. --quick trains a small model. Rows are
-written as they come.
+`bench step` on one rank, over NCCL. fsdp_ext loads its kernels when it shards. With LAZY, torch and
+NCCL load theirs when they first use them. "outside" is the memory that the driver counts as used,
+less what torch's allocator has reserved: the context, the code of kernels, and NCCL's buffers. It
+is correct only if no other process uses the GPU. --quick trains a small model. Each row is written
+when it is done.
 """
 
 from __future__ import annotations

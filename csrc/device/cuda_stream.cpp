@@ -300,9 +300,9 @@ class CudaDevice final : public Device {
     return framework_.allocate(index_, bytes);
   }
 
-  Allocator allocator_like(const void* model) override {
+  Allocator allocator_like(const void* sample) override {
     const CudaDeviceGuard guard(index_);
-    return cuda_allocator_like(model);
+    return cuda_allocator_like(sample);
   }
 
   std::shared_ptr<void> allocate_on_host(std::size_t bytes) override {

@@ -32,7 +32,7 @@ bool find_function(const char* name, Function*& function) {
   const cudaError_t result =
       cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &status);
   if (result != cudaSuccess) {
-    cudaGetLastError();
+    cudaGetLastError();  // clears the error
   }
   function = reinterpret_cast<Function*>(found);
   return result == cudaSuccess && status == cudaDriverEntryPointSuccess && found != nullptr;
@@ -54,10 +54,10 @@ std::optional<Driver> find_driver() {
   return has_all ? std::optional<Driver>(driver) : std::nullopt;
 }
 
-std::optional<CUmemAllocationProp> properties_of(const Driver& driver, const void* model) {
+std::optional<CUmemAllocationProp> properties_of(const Driver& driver, const void* sample) {
   CUmemGenericAllocationHandle handle{};
-  if (driver.retain(&handle, const_cast<void*>(model)) != CUDA_SUCCESS) {
-    return std::nullopt;  // it is of cudaMalloc, say
+  if (driver.retain(&handle, const_cast<void*>(sample)) != CUDA_SUCCESS) {
+    return std::nullopt;  // for example, memory from cudaMalloc
   }
   CUmemAllocationProp properties{};
   const bool is_known = driver.properties_of(&properties, handle) == CUDA_SUCCESS;
@@ -65,7 +65,7 @@ std::optional<CUmemAllocationProp> properties_of(const Driver& driver, const voi
   return is_known ? std::optional<CUmemAllocationProp>(properties) : std::nullopt;
 }
 
-// Memory at an address of its own. What was done is undone in the reverse order.
+// Memory mapped at a new address. The destructor undoes the steps that succeeded.
 class Mapping {
  public:
   Mapping(const Driver& driver, const CUmemAllocationProp& properties, std::size_t bytes,
@@ -106,12 +106,12 @@ class Mapping {
 
 }  // namespace
 
-Device::Allocator cuda_allocator_like(const void* model) {
+Device::Allocator cuda_allocator_like(const void* sample) {
   static const std::optional<Driver> driver = find_driver();
   if (!driver.has_value()) {
     return nullptr;
   }
-  const std::optional<CUmemAllocationProp> properties = properties_of(*driver, model);
+  const std::optional<CUmemAllocationProp> properties = properties_of(*driver, sample);
   std::size_t granularity = 0;
   if (!properties.has_value() ||
       driver->granularity_of(&granularity, &*properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) !=

@@ -6,6 +6,6 @@
 namespace fsdp {
 
 // See Device::allocator_like. The driver's functions are looked up at run time.
-Device::Allocator cuda_allocator_like(const void* model);
+Device::Allocator cuda_allocator_like(const void* sample);
 
 }  // namespace fsdp

@@ -189,13 +189,13 @@ class Device {
   // the work of other streams on it.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
-  // Allocates memory, at once and with no order on streams. Its owner waits for the work that uses
-  // it before freeing it. Returns null if there is too little.
+  // Allocates memory at once, outside the order of streams. The owner waits for all work on the
+  // memory before freeing it. Returns null if there is too little.
   using Allocator = std::function<std::shared_ptr<void>(std::size_t bytes)>;
-  // Returns a function that allocates memory of the same properties as `model`, except that no
-  // other device has access to it. It is empty if the device cannot make such memory. It may be
-  // called after this object's end. Off the hot path.
-  virtual Allocator allocator_like(const void* /*model*/) { return nullptr; }
+  // Returns a function that allocates memory with the properties of `sample`, but without access
+  // for other devices. The function may outlive this object. It is empty if the device cannot make
+  // such memory. Do not call this in a step.
+  virtual Allocator allocator_like(const void* /*sample*/) { return nullptr; }
 
   // Host memory that copies to and from the device need not stage. Do not call it in a step.
   virtual std::shared_ptr<void> allocate_on_host(std::size_t bytes) { return allocate(bytes); }

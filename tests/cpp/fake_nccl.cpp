@@ -400,7 +400,7 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
     return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
       for (std::size_t r = 0; r < inputs.size(); ++r) {
         char* place = static_cast<char*>(output) + r * bytes;
-        if (inputs[r] != place) {  // In place: other ranks read this part meanwhile.
+        if (inputs[r] != place) {  // else it is in place, and other ranks may be reading it
           std::memcpy(place, inputs[r], bytes);
         }
       }

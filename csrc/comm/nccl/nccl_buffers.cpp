@@ -125,7 +125,7 @@ std::function<void(void*)> NcclBuffers::free_apart(std::shared_ptr<void> owner) 
   };
 }
 
-// NCCL does not know of the memory that the framework keeps for later. The result has no memory if
+// NCCL and the driver cannot use memory that the framework has cached. The result has no memory if
 // there is too little.
 NcclBuffers::Buffer NcclBuffers::try_to_allocate(std::size_t bytes, BufferUse use) {
   Buffer buffer = try_once_to_allocate(bytes, use);
@@ -148,19 +148,20 @@ NcclBuffers::Buffer NcclBuffers::try_once_to_allocate(std::size_t bytes, BufferU
   return buffer;
 }
 
-// Null if there is too little memory, or none of this kind. What NCCL allocates says which kind it
-// needs: it uses cudaMalloc where the system or NCCL_CUMEM_ENABLE=0 demands that.
+// Returns null if there is too little memory, or if the device has no private memory. The kind of
+// memory that NCCL needs is the kind that it allocates: with NCCL_CUMEM_ENABLE=0, and on some
+// systems, that is memory from cudaMalloc.
 std::shared_ptr<void> NcclBuffers::allocate_private(std::size_t bytes) {
   if (device_.is_host()) {
     return nullptr;
   }
   if (!private_allocator_.has_value()) {
-    void* model = nullptr;
-    if (api_.MemAlloc(&model, 1) != nccl::kSuccess || model == nullptr) {
+    void* sample = nullptr;
+    if (api_.MemAlloc(&sample, 1) != nccl::kSuccess || sample == nullptr) {
       return nullptr;
     }
-    private_allocator_ = device_.allocator_like(model);
-    report_(api_.MemFree(model), "free a buffer of");
+    private_allocator_ = device_.allocator_like(sample);
+    report_(api_.MemFree(sample), "free a buffer of");
   }
   return *private_allocator_ != nullptr ? (*private_allocator_)(bytes) : nullptr;
 }
@@ -334,7 +335,7 @@ void NcclBuffers::deregister_and_free(const Buffer& buffer) {
   shared_->stuck.push_back(buffer);
 }
 
-// Private memory is freed with the last copy of its buffer.
+// Private memory is freed when the last copy of its buffer is gone.
 void NcclBuffers::free(const Buffer& buffer) {
   if (buffer.owner == nullptr) {
     report_(api_.MemFree(buffer.memory), "free a buffer of");

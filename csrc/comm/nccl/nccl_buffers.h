@@ -69,7 +69,7 @@ class NcclBuffers final : public RegisteredMemory {
  private:
   struct Buffer {
     void* memory = nullptr;
-    std::shared_ptr<void> owner;  // of private memory; null if it is from ncclMemAlloc
+    std::shared_ptr<void> owner;  // of private memory; null for memory from ncclMemAlloc
     std::size_t bytes = 0;
     std::uint64_t number = 0;  // in the order of all ranks
     bool is_symmetric = false;
@@ -85,7 +85,7 @@ class NcclBuffers final : public RegisteredMemory {
     bool closed = false;
     std::map<const char*, Buffer> held;
     std::map<std::uint64_t, Buffer> unused;  // by number
-    std::vector<Buffer> stuck;               // that NCCL could not deregister
+    std::vector<Buffer> stuck;               // NCCL could not deregister them; their memory stays
   };
 
   // Whether all ranks pass true.

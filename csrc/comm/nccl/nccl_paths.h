@@ -31,12 +31,12 @@
 // whichever member NCCL looks at.
 //
 // Note [private memory]
-// ncclMemAlloc maps memory on every GPU that the process sees and that can reach it. Where a buffer
-// is no window, NCCL needs none of these mappings: it exports the memory's handle, and each peer
+// ncclMemAlloc maps memory on every GPU that the process sees and that can reach it. If a buffer is
+// not a window, NCCL needs none of these mappings: it exports the memory's handle, and each peer
 // that reads or writes the buffer maps it at an address of the peer's own. The switch and the
-// network use the owner's address. So such buffers get memory that has the properties of
-// ncclMemAlloc's, and that their own device alone can access. Shards and gradients do not, because
-// users may copy into them from another GPU, whose kernels or copy engines then write to them.
+// network use the owner's address. So such buffers have private memory: its properties are those of
+// memory from ncclMemAlloc, but only its own device has access. Shards and gradients do not have
+// private memory, because users may copy into them from another GPU, which then writes to them.
 #pragma once
 
 #include <cstddef>

@@ -31,8 +31,8 @@ Created& created(CUmemGenericAllocationHandle handle) {
   return *reinterpret_cast<Created*>(handle);
 }
 
-// The model is memory of the fake NCCL.
-CUresult retain(CUmemGenericAllocationHandle* handle, void* /*model*/) {
+// The sample is memory of the fake NCCL.
+CUresult retain(CUmemGenericAllocationHandle* handle, void* /*sample*/) {
   if (!fake_driver().is_used_by_nccl) {
     return CUDA_ERROR_INVALID_VALUE;
   }

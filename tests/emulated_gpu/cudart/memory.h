@@ -30,7 +30,7 @@ struct Region {
   int device;
   MemoryKind kind;
   SharedRange range;          // of memory that belongs to a device
-  std::uint64_t devices = 0;  // that have access to mapped memory, a bit each
+  std::uint64_t devices = 0;  // of mapped memory: a bit for each device that has access
 
   bool is_pinned() const { return kind == MemoryKind::kPinned || kind == MemoryKind::kRegistered; }
   bool is_managed() const { return kind == MemoryKind::kManaged; }
@@ -45,8 +45,8 @@ cudaError_t allocate(void** address, std::size_t bytes, int device, MemoryKind k
 // Maps memory that another process has allocated on the device. Returns null if there is none.
 void* open_memory(const SharedRange& range, int device);
 
-// Parts of an allocation by cuMemCreate, cuMemAddressReserve, cuMemMap and cuMemSetAccess. The
-// memory is new, and NaN when it is mapped. Null or false if there is too little.
+// The steps of cuMemCreate, cuMemAddressReserve, cuMemMap and cuMemSetAccess. Mapping fills the
+// memory with NaN. The functions return null or false if there is too little memory.
 std::optional<SharedRange> take_memory(int device, std::size_t bytes);
 void give_memory_back(int device, const SharedRange& range);
 void* reserve_addresses(std::size_t bytes);

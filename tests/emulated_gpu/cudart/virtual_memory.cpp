@@ -1,5 +1,5 @@
-// The driver's functions for virtual memory, which cudaGetDriverEntryPointByVersion returns. An
-// allocation is mapped once at most, and as a whole.
+// The driver's functions for virtual memory, which cudaGetDriverEntryPointByVersion returns. Each
+// allocation can be mapped once, and only as a whole.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -131,7 +131,7 @@ CUresult map(CUdeviceptr address, std::size_t bytes, std::size_t offset,
   return CUDA_SUCCESS;
 }
 
-// It waits for no work that uses the memory. A write shows such work, as a race.
+// cuMemUnmap does not wait for work that uses the memory. A write shows such work as a race.
 void show_uses(void* address, const Region& region) {
   const int before = current_device();
   set_current_device(region.device);
@@ -271,7 +271,7 @@ cudaError_t free_for_all_devices(void* address) {
 
 }  // namespace emulated_gpu
 
-// torch asks for other functions of the driver that it can do without.
+// torch also asks for functions that are missing here, and works without them.
 extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function,
                                                         unsigned /*version*/,
                                                         unsigned long long /*flags*/,

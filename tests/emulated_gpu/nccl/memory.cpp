@@ -89,7 +89,7 @@ ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
   return ncclSuccess;
 }
 
-// As NCCL's, and unlike cudaFree, it does not wait for work that uses virtual memory.
+// Unlike cudaFree, ncclMemFree does not wait for work that uses virtual memory.
 ncclResult_t ncclMemFree(void* address) {
   if (address == nullptr) {
     return ncclSuccess;
