@@ -203,8 +203,9 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
     model = Transformer(PUBLISHED["models"][step.model])
     replicas = max(1, step.ranks // NODE) if step.hybrid else 1
     of_layer = sum(param.numel() for param in model.layers[0].parameters())
-    typical = link_of_buckets(("nccl", "nccl"), "nccl", step.ranks // replicas, replicas)
-    message = min(step.reduce_bytes * of_layer, default_reduction_bytes(typical, step.ranks))
+    shares = step.ranks // replicas, replicas
+    typical = link_of_buckets(("nccl", "nccl"), "nccl", *shares)
+    message = min(step.reduce_bytes * of_layer, default_reduction_bytes(typical, *shares))
     return fsdp_ext.plan(
         model,
         step.ranks,

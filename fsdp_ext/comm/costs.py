@@ -82,18 +82,21 @@ def default_bucket_bytes(link: Link) -> int:
     return round(LAUNCHES * link.alpha * link.beta)
 
 
-def default_reduction_bytes(link: Link, ranks: int) -> int:
+def default_reduction_bytes(link: Link, ranks: int, replicas: int) -> int:
     """Return the size of the largest message of a reduction, summed over all ranks.
 
     By the figures of the link, cuts add at most a sixteenth to the reduction's time, as latency.
     Those figures are of 8 and of 32 ranks, and a ring's latency grows with its ranks. The lower
-    bound makes cuts rare in small models, where they would save little memory.
+    bound makes cuts rare in small models, where they would save little memory. With replicas,
+    rings are short, and 512 MiB are enough.
 
     Args:
         link: a typical link of the transport.
-        ranks: the number of all ranks, with replicas, since each message is summed over these, too.
+        ranks: the number of ranks that share the parameters.
+        replicas: how many such sets of ranks there are. Each message is summed over these, too.
     """
-    return round(max(16 * link.alpha * link.beta * max(1, ranks / 64), 256 * 2**20))
+    wanted = max(16 * link.alpha * link.beta * max(1, ranks * replicas / 64), 256 * 2**20)
+    return round(wanted if replicas == 1 else min(wanted, 512 * 2**20))
 
 
 @functools.cache

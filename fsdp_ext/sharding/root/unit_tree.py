@@ -179,4 +179,5 @@ class UnitTree:
             unit.check_message_bytes(unit.entries, asked, training=True)
             return asked, asked
         is_whole = unit.settings.communication_hook is not None
-        return 0, 0 if is_whole else default_reduction_bytes(link, unit.world_size * unit.replicas)
+        largest = default_reduction_bytes(link, unit.world_size, unit.replicas)
+        return 0, 0 if is_whole else largest
