@@ -28,9 +28,9 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         optimizer_states: how many tensors the optimizer keeps per trained parameter.
 
     Returns:
-        The bytes, or None where the walk does not know FSDP2's rules: with CPU offload, if one rank
-        has whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, for
-        units that skip a reshard or an unshard in backward, and for parameters that are sharded in
+        The bytes on the device, or None where the walk does not know FSDP2's rules: if one rank has
+        whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, for units
+        that skip a reshard or an unshard in backward, and for parameters that are sharded in
         another dimension than 0.
     """
     if not all(_is_known(unit) for unit in root.units):
@@ -39,6 +39,8 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
     reshards = dict(zip(root.units, root.settings.reshard_after_forward, strict=True))
     step = _Step({unit: groups[unit] if reshards[unit] else None for unit in root.units})
     for unit in root.units:
+        if unit.settings.offloads:
+            continue  # the host has them
         trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
         step.hold("optimizer states", unit, optimizer_states * trained)
@@ -51,7 +53,7 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
 def _is_known(unit: PlannedUnit) -> bool:
     asked = unit.settings
     has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
-    is_usual = asked.reshard_after_backward and asked.unshard_in_backward and not asked.offloads
+    is_usual = asked.reshard_after_backward and asked.unshard_in_backward
     return unit.world_size > 1 and unit.is_sharded_by_rows and is_usual and not has_lists
 
 
@@ -152,8 +154,8 @@ class _Step:
     def _unshard(self, unit: PlannedUnit) -> None:
         """``foreach_all_gather``: shards are cast, and then copied into their part of the output.
 
-        Cast shards are left out. They are freed before the output is copied into parameters, which
-        are larger.
+        Cast shards, and the copies of offloaded ones, are left out. They are freed before the
+        output is copied into parameters, which are larger.
         """
         if not self._has("unsharded", unit) and not self._has("all-gather output", unit):
             self.hold("all-gather output", unit, _unit_bytes(unit))
@@ -199,7 +201,8 @@ class _Step:
 
         The input of the previous reduce-scatter is kept until here. While the reduction is issued,
         a loop variable of ``foreach_reduce`` keeps the gradient of the last parameter. With
-        replicas and a cast, the output is kept until the end (``AllReduceState``).
+        replicas and a cast, the output is kept until the end (``AllReduceState``). With CPU
+        offload, the sharded gradient is freed when its copy to the host is issued.
         """
         self._free("unsharded", unit)
         self._free("reduce-scatter input", self._reduced)
@@ -220,3 +223,5 @@ class _Step:
         if unit.replicas == 1:
             self._free("reduce-scatter output", unit)
         self._free("gradient", params[-1].parameter)
+        if unit.settings.offloads:
+            self._free("sharded gradient", unit)

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
+from support.planned import Block, Net
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_ext import MixedPrecisionPolicy, fully_shard
+from fsdp_ext import MixedPrecisionPolicy, fully_shard, plan
 
 WIDTH = 512
 LAYERS = 6
@@ -100,3 +106,32 @@ def _too_little_memory() -> None:
 @pytest.mark.timeout(120)
 def test_too_little_memory_for_the_ring_says_what_to_do() -> None:
     run_ranks(_too_little_memory, 1, timeout=100.0, device="cuda")
+
+
+def _offloaded_peaks() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cuda", (8,))
+    offload = CPUOffloadPolicy()
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        model: Any = Net()
+        for unit in [*model.blocks, model]:
+            torch_fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(tokens).sum().backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - _blas_workspace_bytes()
+        with torch.device("meta"):
+            planned = plan(Net(), 8, units=Block, mp_policy=policy, offload_policy=offload)
+        of_plan = planned.memory.fsdp2_peak
+        assert of_plan is not None
+        assert 0.98 * peak <= of_plan <= peak  # the rest is activations
+
+
+@pytest.mark.timeout(120)
+def test_plan_knows_the_peak_of_fsdp2_with_offloaded_shards() -> None:
+    run_ranks(_offloaded_peaks, 1, timeout=100.0, device="cuda")

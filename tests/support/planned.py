@@ -1,14 +1,17 @@
-"""Compares the allocations of training with those that plan predicts."""
+"""Compares the allocations of training with those that plan predicts, and a model for that."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fsdp_ext import Link, Plan
 
+WIDTH = 512
+ROWS = 4001  # no multiple of the number of ranks
 FAST = Link("fast", alpha=0.0, beta=1e15)
 
 
@@ -50,3 +53,31 @@ def expect_as_planned(model: Any, optimizer: torch.optim.Optimizer, planned: Pla
         assert bucket["reduce_messages"] == expected.reduce_messages
         assert bucket["unsharded_bytes"] == expected.unsharded
         assert bucket["gather_plan"] == expected.gather_plan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A model of wide layers, whose activations of one token are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return cast(Tensor, self.head(self.norm(x)))
