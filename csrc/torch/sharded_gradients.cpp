@@ -31,9 +31,14 @@ std::size_t ShardedGradients::Gradient::references() const {
          static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
 }
 
+std::uint64_t ShardedGradients::next_version() {
+  static std::uint64_t versions = 0;  // whoever makes or releases gradients has the GIL
+  return ++versions;
+}
+
 // The references are counted last, when the list and the parts are gone.
 void ShardedGradients::make() {
-  gradients_.clear();
+  release();
   {
     const py::list made = make_(flat_.flat());
     FSDP_CHECK(made.size() == count_, "A unit got ", made.size(), " sharded gradients. It has ",

@@ -19,6 +19,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -60,7 +61,14 @@ class ShardedGradients {
   void reclaim() { flat_.reclaim(); }
 
   // Drops the gradients, except those in .grad of a parameter. The next reduction makes new ones.
-  void release() { gradients_.clear(); }
+  void release() {
+    gradients_.clear();
+    version_ = next_version();
+  }
+  // Changes whenever the gradients are other tensors than before. After the first change, no two
+  // units have the same.
+  std::uint64_t version() const { return version_; }
+  const at::Tensor& flat() const { return flat_.flat(); }
   // Returns the flat gradient. From now on the caller follows it when it moves:
   // Note [held gradients].
   at::Tensor share();
@@ -76,6 +84,7 @@ class ShardedGradients {
     std::size_t own_references = 0;  // while its parameter does not have it
   };
 
+  static std::uint64_t next_version();
   void make();
   void clear_padding();
 
@@ -83,6 +92,7 @@ class ShardedGradients {
   std::size_t count_ = 0;
   HeldObject make_;
   std::vector<Gradient> gradients_;  // empty after release
+  std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;
 };

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
 #include "base/check.h"
+#include "base/mix.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
 #include "torch/with_python.h"
@@ -379,6 +381,19 @@ bool TorchUnit::has_held_gradients() {
     }
   }
   return false;
+}
+
+std::vector<bool> TorchUnit::shows_gradients() const {
+  std::vector<bool> shows(layout_.params().size());
+  for (std::size_t i = 0; i < gradients_.count() && !gradients_.is_released(); ++i) {
+    shows[parameters_.trainable()[i]] =
+        parameters_.gradient_owner(i).grad().is_same(gradients_.at(i));
+  }
+  return shows;
+}
+
+std::uint64_t TorchUnit::gradients_version() const {
+  return mix(gradients_.version(), std::hash<std::vector<bool>>()(shows_gradients()));
 }
 
 bool TorchUnit::has_sharded_gradient(std::size_t i) {

@@ -43,6 +43,9 @@ void register_unit(py::module_& m) {
       .def("show_accumulated",
            [](TorchUnit& unit, py::object wrap) { unit.shown_gradients().enable(std::move(wrap)); })
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
+      .def("shows_gradients", &TorchUnit::shows_gradients)
+      .def_property_readonly("gradients_version", &TorchUnit::gradients_version)
+      .def("flat_gradient", [](TorchUnit& unit) { return unit.gradients().flat(); })
       .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
       .def("pre_forward_hook",
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
