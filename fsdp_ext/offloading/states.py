@@ -28,7 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext.offloading.copy_streams import CopyStreams
-from fsdp_ext.offloading.portion import Portion, all_same, is_offloaded
+from fsdp_ext.offloading.portion import Portion, is_offloaded
+from fsdp_ext.optim.state_entries import all_same
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -124,7 +125,7 @@ class OffloadedStates:
 
     def _is_plan_of(self, params: list[list[nn.Parameter]]) -> bool:
         return len(params) == len(self._params) and all(
-            len(now) == len(then) and all_same(iter(now), then)
+            len(now) == len(then) and all_same(now, then)
             for now, then in zip(params, self._params, strict=True)
         )
 

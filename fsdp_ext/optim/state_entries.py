@@ -1,0 +1,78 @@
+"""Entries of an optimizer's state, and whether the optimizer still has them."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class StateEntries:
+    """The entries of an optimizer's states for some parameters.
+
+    Each step calls :meth:`are_in`, which loops in C, with ``map``, and not in Python.
+
+    Args:
+        states: the optimizer's.
+        params: the parameters.
+        is_noted: returns whether to note the entry of a value.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[Any, Any],
+        params: Iterable[Any],
+        is_noted: Callable[[Any], bool] = lambda value: True,
+    ) -> None:
+        self._params = list(params)
+        self._dicts: list[dict[str, Any]] = list(filter(None, map(states.get, self._params)))
+        self._count = sum(map(len, self._dicts))  # of all entries
+        found = [
+            (values, name)
+            for values in self._dicts
+            for name, value in values.items()
+            if is_noted(value)
+        ]
+        self._homes = [values for values, _ in found]
+        self.names = [name for _, name in found]
+
+    def values(self) -> list[Any]:
+        """Return the values of the noted entries."""
+        return list(map(dict.get, self._homes, self.names))
+
+    def are_in(self, states: Mapping[Any, Any], values: list[Any]) -> bool:
+        """Return whether the optimizer has the same dicts as before, with ``values`` in them."""
+        dicts = list(filter(None, map(states.get, self._params)))
+        return (
+            len(dicts) == len(self._dicts)
+            and all_same(dicts, self._dicts)
+            and sum(map(len, dicts)) == self._count
+            and len(values) == len(self._homes)
+            and all_same(map(dict.get, self._homes, self.names), values)
+        )
+
+    def put(self, values: list[Any]) -> None:
+        """Replace the noted entries."""
+        deque(map(operator.setitem, self._homes, self.names, values), maxlen=0)
+
+
+def all_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Return whether two iterables of equal length have the same objects."""
+    return all(map(operator.is_, left, right))
+
+
+def local_of(value: Any) -> Any:
+    """Return this rank's part of a DTensor, and anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def over(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor that is spread as ``like``, with ``local`` as this rank's part."""
+    if not isinstance(like, DTensor):
+        return local
+    # from_local would move it to the mesh's device.
+    return cast(torch.Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[no-untyped-call]
