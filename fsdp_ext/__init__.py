@@ -33,6 +33,7 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.offloading.api import offload_optimizer
+from fsdp_ext.optim.clip import clip_grad_norm_
 from fsdp_ext.patching.api import patch
 from fsdp_ext.planner.api import plan
 from fsdp_ext.planner.result import Plan
@@ -80,6 +81,7 @@ __all__ = [
     "UnshardHandle",
     "Verification",
     "__version__",
+    "clip_grad_norm_",
     "describe_buckets",
     "fully_shard",
     "health",

@@ -7,14 +7,11 @@ children first. The unit moves the data. This file has FSDP1's arguments, names 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import reduce
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -25,12 +22,10 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import _Policy
-from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.fsdp1.casts import map_floating, run_in_float32
 from fsdp_ext.fsdp1.groups import Groups, resolve_group, strategy_on
-from fsdp_ext.fsdp1.norms import combine_norms, norm_to_combine
 from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
     RESHARD_AFTER_FORWARD,
@@ -68,10 +63,10 @@ from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, check_summons, summo
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
+from fsdp_ext.optim.clip import Limits, clip
 from fsdp_ext.sharding.api.arguments import check_modules
 from fsdp_ext.sharding.api.entry import make_units
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
-from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.params.ranks import Ranks
@@ -427,40 +422,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             ValueError: if ``norm_type`` is not positive.
         """
         self._expect_root("clip_grad_norm_")
-        max_norm = _number("max_norm", max_norm)
-        norm_type = _number("norm_type", norm_type)
+        limits = Limits.of(max_norm, norm_type)
         for wrapper in self.fsdp_modules(self):
             wrapper._sharded.reshard()  # the sharded parameters have the gradients
-        if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_ got norm_type={norm_type}. Pass a positive number.")
-        is_max = norm_type == math.inf
-        # The dtype follows the parameters: a rank may have no gradients, but all reduce one dtype.
-        dtype = torch.float32
-        sharded: list[torch.Tensor] = []
-        plain: list[torch.Tensor] = []
-        for param in self.parameters():
-            dtype = torch.promote_types(dtype, param.dtype)
-            if param.grad is None:
-                continue
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            # The padding of a flat parameter's gradient is zero.
-            is_of_unit = isinstance(param, DTensor) or is_flat(param)
-            (sharded if is_of_unit else plain).append(local)
-
-        device = self._sharded._fsdp_ext_unit.device
-        total = norm_to_combine(sharded, norm_type, dtype, device)
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        combine_norms(total, op, self._sharded._fsdp_ext_unit.ranks.group)
-        own = norm_to_combine(plain, norm_type, dtype, device)
-        total = torch.maximum(total, own) if is_max else total + own
-        total = total if is_max else total ** (1 / norm_type)
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grads in (sharded, plain):
-            for place in {grad.device for grad in grads}:  # some may be offloaded
-                there = [grad for grad in grads if grad.device == place]
-                torch._foreach_mul_(there, scale.to(place))
-        dtypes = [tensor.dtype for tensor in sharded + plain or self.parameters()]
-        return total.to(reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else dtype)
+        return clip(list(self.parameters()), limits)
 
     # FSDP1 has no such method. Errors about ranks that run different units advise it.
     join_empty: Any = FSDPModule.join_empty
@@ -503,11 +468,3 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._sharded._fsdp_ext_unit.change(
                 communication_hook=CommunicationHook(hook, state)
             )
-
-
-def _number(name: str, value: Any) -> float:
-    """Return an argument of ``clip_grad_norm_``, which may be a tensor of one element."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"clip_grad_norm_ got {name}={value!r}. Pass a number.") from error

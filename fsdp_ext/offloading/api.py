@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.offloading.states import OffloadedStates, owners_of, params_by_group
+from fsdp_ext.optim.flat_step import FlatStep
 from fsdp_ext.sharding.root.module_state import sharded_module
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.root.unit_tree import UnitTree
@@ -83,6 +84,11 @@ def _units_of(model: nn.Module) -> list[Unit]:
 
 def _check_optimizer(optimizer: Optimizer, units: list[Unit], is_separable: bool | None) -> None:
     kind = type(optimizer).__name__
+    if isinstance(optimizer, FlatStep):
+        raise ValueError(
+            f"offload_optimizer got a {kind}, which steps flat memory as fsdp_ext.optim does, and "
+            "keeps its states on the device. Use the optimizer of torch.optim."
+        )
     if is_separable is None:
         known = [getattr(torch.optim, name) for name in _SEPARABLE if hasattr(torch.optim, name)]
         step_of_class = inspect.unwrap(type(optimizer).step)

@@ -50,7 +50,13 @@ class StateEntries:
         return (
             len(dicts) == len(self._dicts)
             and all_same(dicts, self._dicts)
-            and sum(map(len, dicts)) == self._count
+            and self.have_only(values)
+        )
+
+    def have_only(self, values: list[Any]) -> bool:
+        """Return whether the dicts have ``values``, and no other entries than before."""
+        return (
+            sum(map(len, self._dicts)) == self._count
             and len(values) == len(self._homes)
             and all_same(map(dict.get, self._homes, self.names), values)
         )

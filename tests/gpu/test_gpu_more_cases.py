@@ -34,6 +34,7 @@ FILES = (
     "all_reduce_hook",
     "custom_collectives",
     "offload_optimizer",
+    "flat_optimizers",
 )
 
 

@@ -20,6 +20,7 @@ PACKAGES = [
     ["_util"],
     ["comm"],
     ["sharding"],
+    ["optim"],
     ["fsdp1", "profiler", "planner", "offloading"],
     ["tuner", "patching", "verifier"],
 ]

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_ext
+import fsdp_ext.optim
 from fsdp_ext.verifier.comparison import difference
 from support.parity import load_system
 
@@ -146,12 +148,14 @@ class Program:
             self.shard(unit, reshard_after_forward=reshard, **options)
         self.shard(self.model, **options)
         self.units.append(self.model)
-        if rng.random() < 0.5:
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=0.02, foreach=rng.random() < 0.5
-            )
-        else:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        is_adamw, foreach, is_flat = (rng.random() < 0.5 for _ in range(3))
+        # Steps over flat memory have to equal PyTorch's steps of the other system.
+        optim: Any = fsdp_ext.optim if is_flat and system_name == "fsdp_ext" else torch.optim
+        self.optimizer: torch.optim.Optimizer = (
+            optim.AdamW(self.model.parameters(), lr=0.02, foreach=foreach)
+            if is_adamw
+            else optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, foreach=foreach)
+        )
         self.record: Record = []
 
     def shard(self, module: nn.Module, **options: Any) -> None:

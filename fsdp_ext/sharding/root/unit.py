@@ -59,6 +59,13 @@ from fsdp_ext.sharding.params.sharded_param import (
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root import optimizer_hooks
 
+_alive: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def units_alive() -> list[Unit]:
+    """Return all units of the process, in no particular order."""
+    return list(_alive)
+
 
 class Unit(ParamGroup):
     """The parameters of one ``fully_shard`` call.
@@ -120,6 +127,7 @@ class Unit(ParamGroup):
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
         self.params: list[ShardedParam] = [sharded[place] for place in self._layout_order(sharded)]
         self._place_in_flat_shard(loading=False)
+        _alive.add(self)
 
     @property
     def entries(self) -> Sequence[Entry]:

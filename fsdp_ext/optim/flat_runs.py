@@ -1,0 +1,205 @@
+"""Parameters that lie side by side in flat memory, taken as one tensor.
+
+Note [flat runs]
+The sharded parameters of a unit lie in its flat shard, and after backward their gradients lie in
+its flat gradient, in the same order. So an operation on each element of many parameters can be one
+operation on a *run*: a part of the flat shard with parameters side by side, and the same part of
+the flat gradient. Elements between parameters are padding, which is zero.
+
+Runs are found once. Every later call checks that nothing has changed: the parameters, their memory,
+and which of them have their part of the flat gradient in ``.grad``. A parameter is in no run if it
+has no gradient, or if its gradient lies elsewhere or has another dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import _C
+from fsdp_ext.optim.state_entries import all_same
+from fsdp_ext.sharding.params.dtensors import Spread
+from fsdp_ext.sharding.params.sharded_param import ShardedParam, lies_in
+from fsdp_ext.sharding.root.unit import Unit, units_alive
+
+_local_tensor_of = operator.attrgetter("_local_tensor")  # in C, unlike local_of
+
+
+@dataclass
+class FlatRun:
+    """A run: Note [flat runs].
+
+    Args:
+        params: its parameters, in order.
+        spreads: how each parameter is spread over ranks.
+        offsets: the first element of each parameter in the run.
+        whole: the run, a 1-D tensor whose ``.grad`` is the run of gradients.
+    """
+
+    params: list[nn.Parameter]
+    spreads: list[Spread]
+    offsets: list[int]
+    whole: torch.Tensor
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The run of gradients."""
+        grad = self.whole.grad
+        assert grad is not None
+        return grad
+
+    def parts_of(self, like_whole: torch.Tensor) -> list[DTensor]:
+        """Return the part of each parameter in a tensor of the run's shape."""
+        dtype = like_whole.dtype
+        shapes = [param._local_tensor.shape for param in self.params]  # type: ignore[attr-defined]
+        return [
+            spread.dtensor(_C.FlatTensor.part_of(like_whole, first * dtype.itemsize, shape, dtype))
+            for spread, first, shape in zip(self.spreads, self.offsets, shapes, strict=True)
+        ]
+
+
+@dataclass
+class _Placed:
+    """A parameter that may be in a run.
+
+    Args:
+        unit: the parameter's.
+        index: its number in the unit's layout.
+        entry: the parameter.
+        offset: its first byte in the flat shard.
+        grad_offset: its gradient's first byte in the flat gradient.
+        key: parameters of one run have equal keys.
+    """
+
+    unit: Unit
+    index: int
+    entry: ShardedParam
+    offset: int
+    grad_offset: int
+    key: Hashable
+
+    def follows(self, other: _Placed) -> bool:
+        """Return whether it lies right behind ``other``, in the same run."""
+        return (
+            self.unit is other.unit
+            and self.index == other.index + 1
+            and self.entry.dtype == other.entry.dtype
+            and self.grad_offset - other.grad_offset == self.offset - other.offset
+            and self.key == other.key
+        )
+
+
+class FlatRuns:
+    """The runs of some parameters, and the parameters that are in none.
+
+    Args:
+        params: the parameters.
+        key: maps a parameter to a value. All parameters of a run have equal values. A parameter
+            with the value None is in no run.
+    """
+
+    @torch.no_grad()
+    def __init__(self, params: Iterable[Any], key: Callable[[Any], Hashable | None]) -> None:
+        self.params = list(params)
+        units = {entry.sharded: unit for unit in units_alive() for entry in unit.params}
+        # Units without a run, too, because they may get one.
+        own = list(dict.fromkeys(units[param] for param in self.params if param in units))
+        in_memory = {each.entry.sharded: each for unit in own for each in _placed_in(unit)}
+        placed: list[_Placed] = []
+        self.others: list[Any] = []
+        for param in self.params:
+            found = in_memory.get(param)
+            of_run = key(param) if found is not None else None
+            if found is not None and of_run is not None:
+                placed.append(replace(found, key=of_run))
+            else:
+                self.others.append(param)
+        # In the same order in each process, since a norm depends on it.
+        numbers = {unit: number for number, unit in enumerate(own)}
+        placed.sort(key=lambda each: (numbers[each.unit], each.index))
+        self.runs = [_run_of(each) for each in _divide(placed)]
+
+        # Weak references: an optimizer keeps runs, and must not keep a model alive.
+        self._units = list(map(weakref.ref, own))
+        self._flat = list(map(_flat_shard_of, self._units))
+        self._versions = list(map(_version_of, self._units))
+        self._placed = [each.entry.sharded for each in placed]
+        self._locals = list(map(_local_tensor_of, self._placed))
+        # share_memory_() and .data give a tensor other memory.
+        self._addresses = list(map(torch.Tensor.data_ptr, self._locals))
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the parameters that are alive."""
+        return [unit for unit in (each() for each in self._units) if unit is not None]
+
+    def are_of(self, params: list[Any]) -> bool:
+        """Return whether the same runs would be found for ``params`` now."""
+        return (
+            len(params) == len(self.params)
+            and all_same(params, self.params)
+            and list(map(_version_of, self._units)) == self._versions
+            and all_same(map(_flat_shard_of, self._units), self._flat)
+            and all_same(map(_local_tensor_of, self._placed), self._locals)
+            and list(map(torch.Tensor.data_ptr, self._locals)) == self._addresses
+        )
+
+
+def _version_of(unit: weakref.ref[Unit]) -> int:
+    """Return a number that changes with the gradients that lie in the unit's flat gradient."""
+    alive = unit()
+    return -1 if alive is None or alive.impl is None else alive.impl.gradients_version
+
+
+def _flat_shard_of(unit: weakref.ref[Unit]) -> torch.Tensor | None:
+    alive = unit()
+    return None if alive is None else alive.flat_shard
+
+
+def _placed_in(unit: Unit) -> Iterator[_Placed]:
+    """Return the unit's parameters that lie in its flat memory together with their gradients."""
+    if unit.impl is None or unit.flat_param is not None:
+        return
+    # Only the C++ side knows which parameters had a gradient: they may have been frozen since.
+    shows, places = unit.impl.shows_gradients(), unit.impl.layout.placements
+    entries = zip(unit.entries, places, unit.shard_parts, shows, strict=True)
+    for index, (entry, place, part, has_gradient) in enumerate(entries):
+        if not isinstance(entry, ShardedParam) or not has_gradient:
+            continue
+        is_in_place = lies_in(entry, part, unit.flat_shard, place.shard_offset)
+        if is_in_place and entry.is_gathered and unit.grad_dtype(entry) == entry.dtype:
+            yield _Placed(unit, index, entry, place.shard_offset, place.flat_gradient_offset, ())
+
+
+def _divide(placed: list[_Placed]) -> list[list[_Placed]]:
+    runs: list[list[_Placed]] = []
+    for each in placed:
+        if runs and each.follows(runs[-1][-1]):
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _run_of(placed: list[_Placed]) -> FlatRun:
+    first, last = placed[0], placed[-1]
+    unit, itemsize, dtype = first.unit, first.entry.dtype.itemsize, first.entry.dtype
+    assert unit.impl is not None
+    nbytes = last.offset + last.entry.local.nbytes - first.offset
+    whole = unit.flat_shard[first.offset : first.offset + nbytes].view(dtype)
+    grad = unit.impl.flat_gradient()[first.grad_offset : first.grad_offset + nbytes].view(dtype)
+    offsets = [(each.offset - first.offset) // itemsize for each in placed]
+    for each, begin, end in zip(placed, offsets, [*offsets[1:], len(whole)], strict=True):
+        grad[begin + each.entry.local.numel() : end].zero_()  # padding that nobody has written
+    whole.grad = grad
+    entries = [each.entry for each in placed]
+    return FlatRun(
+        [entry.sharded for entry in entries], [entry.spread for entry in entries], offsets, whole
+    )

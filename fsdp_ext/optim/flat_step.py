@@ -1,0 +1,352 @@
+"""An optimizer's step over flat memory.
+
+Note [flat steps]
+PyTorch's code for a step loops over the parameters of each group. Here each group has runs in place
+of the parameters in them: Note [flat runs] in optim/flat_runs.py. So all arithmetic, options and
+checks are PyTorch's own. Only a step sees runs: before and after it, groups and ``state`` have the
+sharded parameters. A parameter's states are DTensors over its part of the run's states. Scalars,
+such as Adam's count of steps, are equal for all parameters of a run, and each parameter has a copy.
+
+If someone replaces states, as ``load_state_dict`` does, the next step finds runs anew and copies
+the states into them. The same happens if a parameter has a gradient in one step and none in the
+next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
+from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
+
+
+class FlatStep(Optimizer):
+    """Steps flat memory. Inherit from this class first, and then from PyTorch's optimizer.
+
+    That optimizer has to step each element independently of the others.
+
+    Args:
+        params: as PyTorch's.
+        args: positional options of PyTorch's optimizer.
+        foreach: as PyTorch's.
+        fused: as PyTorch's, but true if neither this nor ``foreach`` is passed.
+        differentiable: has to be false.
+        kwargs: other options of PyTorch's optimizer.
+
+    Raises:
+        ValueError: if ``differentiable`` is true.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if differentiable:
+            raise ValueError(
+                f"fsdp_ext.optim.{type(self).__name__} got differentiable=True, but it steps flat "
+                f"memory in place. Use torch.optim.{type(self).__name__}."
+            )
+        if foreach is None and fused is None:
+            fused = True
+        super().__init__(params, *args, **{**kwargs, "foreach": foreach, "fused": fused})
+
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters, as PyTorch's does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._find_groups()
+        states, params = self.state, [group["params"] for group in self.param_groups]
+        try:
+            self.state = defaultdict(dict)
+            for group, found in zip(self.param_groups, groups, strict=True):
+                own = found.begin_step(states)
+                self.state.update(own)
+                group["params"] = list(own)
+            step: Any = super().step
+            if getattr(step, "hooked", False):  # hooks run for the step of this class
+                step = partial(step.__wrapped__, self)
+            step()
+        finally:
+            self.state = states
+            for group, before, found in zip(self.param_groups, params, groups, strict=True):
+                group["params"] = before
+                found.end_step(states)
+            self._dicts_of_states = [*states, *states.values()]
+        return loss
+
+    def _find_groups(self) -> list[_Group]:
+        # Copies and unpickled optimizers have PyTorch's attributes only.
+        before: list[_Group | None] = [*getattr(self, "_flat_groups", ())]
+        before += [None] * (len(self.param_groups) - len(before))
+        # Looking up each parameter would call the hash function of tensors, which is Python's.
+        dicts = [*self.state, *self.state.values()]
+        noted = getattr(self, "_dicts_of_states", ())
+        states = None if len(dicts) == len(noted) and all_same(dicts, noted) else self.state
+        self._flat_groups = [
+            known
+            if known is not None and known.is_of(group["params"], states)
+            else _Group(group["params"], self.state, known)
+            for group, known in zip(self.param_groups, before, strict=False)
+        ]
+        return self._flat_groups
+
+
+class _Group:
+    """The runs of one group of parameters, with their states.
+
+    Args:
+        params: the group's.
+        states: the optimizer's, by parameter.
+        before: the same group in the last step.
+    """
+
+    def __init__(self, params: list[Any], states: dict[Any, Any], before: _Group | None) -> None:
+        read = _read_scalars([states[param] for param in params if param in states])
+        self._runs = FlatRuns(params, lambda param: _kinds_of(param, states.get(param), read))
+        known = {} if before is None else before._intact(states)
+        # Each run's states, a dict to which PyTorch's code adds.
+        self._states = [
+            (run, known.get(_key_of(run)) or _joined(run, states)) for run in self._runs.runs
+        ]
+        self._alone: list[_Alone] = []
+        self._published: list[Any] = []  # values of runs' states that the parameters have, too
+        self._scalars: list[_Scalars] = []
+        if before is not None:
+            before._give_own(self._runs.others, states)
+        self._note(states)
+
+    def is_of(self, params: list[Any], states: dict[Any, Any] | None) -> bool:
+        """Return whether parameters, gradients and states are those of the last step.
+
+        Args:
+            params: the group's.
+            states: the optimizer's; None if each parameter has the same dict as then.
+        """
+        return self._runs.are_of(params) and self._has_only(states)
+
+    def begin_step(self, states: dict[Any, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the tensors that PyTorch's code steps, with their states."""
+        others = (param for param in self._runs.others if param.grad is not None)
+        self._alone = [_Alone(param, states) for param in others]
+        of_runs = {run.whole: own for run, own in self._states}
+        return of_runs | {each.whole: each.states for each in self._alone}
+
+    def end_step(self, states: dict[Any, Any]) -> None:
+        """Give each parameter its part of new states, and the scalars of this step."""
+        for each in self._alone:
+            each.end_step(states)
+        self._alone = []
+        values = self._values_of_runs()
+        if len(values) != len(self._published) or not all_same(values, self._published):
+            self._publish(states)
+        for scalars in self._scalars:
+            scalars.follow()
+
+    def _publish(self, states: dict[Any, Any]) -> None:
+        """Give each parameter its part of the states of its run."""
+        self._scalars = _Scalars.of(self._states)
+        for run, own in self._states:
+            for name, value in own.items():
+                is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+                parts = run.parts_of(value) if is_whole else [value] * len(run.params)
+                for param, part in zip(run.params, parts, strict=True):
+                    states.setdefault(param, {})[name] = part
+        for scalars in self._scalars:  # in place of the runs', in the same order
+            scalars.put(states)
+        self._published = self._values_of_runs()
+        self._note(states)
+
+    def _values_of_runs(self) -> list[Any]:
+        return [value for _, own in self._states for value in own.values()]
+
+    def _note(self, states: dict[Any, Any]) -> None:
+        in_runs = [param for run in self._runs.runs for param in run.params]
+        self._entries = StateEntries(states, in_runs)
+        self._values = self._entries.values()
+
+    def _has_only(self, states: dict[Any, Any] | None) -> bool:
+        """Return whether nobody else has replaced states or written scalars."""
+        entries, values = self._entries, self._values
+        has = entries.have_only(values) if states is None else entries.are_in(states, values)
+        return has and not any(scalars.is_written() for scalars in self._scalars)
+
+    @torch.no_grad()
+    def _give_own(self, params: list[Any], states: dict[Any, Any]) -> None:
+        """Copy states of parameters that are in no run now, so that none keeps a whole run's."""
+        of_runs = set(map(id, self._values))
+        for param in params:
+            own = states.get(param, {})
+            parts = {name: value for name, value in own.items() if id(value) in of_runs}
+            own.update(
+                {name: value.clone() for name, value in parts.items() if isinstance(value, DTensor)}
+            )
+
+    def _intact(self, states: dict[Any, Any]) -> dict[tuple[int, ...], dict[str, Any]]:
+        """Return the states of each run, unless someone else has changed states."""
+        if not self._has_only(states):
+            return {}
+        return {_key_of(run): own for run, own in self._states}
+
+
+def _key_of(run: FlatRun) -> tuple[int, ...]:
+    """Return the same for runs of the same parameters."""
+    return tuple(map(id, run.params))
+
+
+class _Alone:
+    """A parameter that is in no run. The step changes its shard, or all of it if it is not sharded.
+
+    Args:
+        param: the parameter, which has a gradient.
+        states: the optimizer's, by parameter.
+    """
+
+    def __init__(self, param: Any, states: dict[Any, Any]) -> None:
+        self._param = param
+        self.whole = local_of(param)
+        if isinstance(param, DTensor):
+            grad: Any = param.grad
+            self.whole.grad_dtype = param.grad_dtype
+            if grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)
+            self.whole.grad = local_of(grad)
+        self.states = {name: local_of(value) for name, value in states.get(param, {}).items()}
+
+    def end_step(self, states: dict[Any, Any]) -> None:
+        """Give the parameter its new states."""
+        own = states.setdefault(self._param, {})
+        for name, value in self.states.items():
+            if name not in own or local_of(own[name]) is not value:
+                is_part = isinstance(value, torch.Tensor) and value.shape == self.whole.shape
+                own[name] = over(value, like=self._param) if is_part else value
+        if not own:
+            del states[self._param]
+        if self.whole is not self._param:
+            self.whole.grad = None
+
+
+class _Scalars:
+    """The values of one scalar, such as Adam's count of steps, for runs and their parameters.
+
+    The values of all runs are one tensor, and those of all parameters are another, so one operation
+    copies them. No two parameters share a value, because PyTorch's code adds to each in place.
+
+    Args:
+        name: the scalar's.
+        states: the runs that have it, with their states.
+    """
+
+    @torch.no_grad()
+    def __init__(self, name: str, states: list[tuple[FlatRun, dict[str, Any]]]) -> None:
+        self._name = name
+        self._of_runs = torch.stack([own[name] for _, own in states])
+        for (_, own), value in zip(states, self._of_runs.unbind(), strict=True):
+            own[name] = value
+        counts = torch.tensor([len(run.params) for run, _ in states])
+        self._run_of = torch.arange(len(states)).repeat_interleave(counts).to(self._of_runs.device)
+        self._params = [param for run, _ in states for param in run.params]
+        self._of_params = self._of_runs.index_select(0, self._run_of)
+        self._version = 0
+
+    @staticmethod
+    def of(states: list[tuple[FlatRun, dict[str, Any]]]) -> list[_Scalars]:
+        """Return all scalars. Those of one name may differ in dtype or device between runs."""
+        having: defaultdict[Any, list[tuple[FlatRun, dict[str, Any]]]] = defaultdict(list)
+        for run, own in states:
+            for name, value in own.items():
+                if _is_scalar(value):
+                    having[name, value.dtype, value.device].append((run, own))
+        return [_Scalars(name, found) for (name, _, _), found in having.items()]
+
+    def put(self, states: dict[Any, Any]) -> None:
+        """Let each parameter have its value as a state."""
+        for param, value in zip(self._params, self._of_params.unbind(), strict=True):
+            states.setdefault(param, {})[self._name] = value
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copy the runs' values to the parameters."""
+        torch.index_select(self._of_runs, 0, self._run_of, out=self._of_params)
+        self._version = self._of_params._version
+
+    def is_written(self) -> bool:
+        """Return whether someone else has written a parameter's value."""
+        return self._of_params._version != self._version
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+
+
+def _read_scalars(states: list[dict[str, Any]]) -> dict[int, float]:
+    """Return the values of all scalars by their ids. Each dtype and device is waited for once."""
+    by_kind: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
+    for own in states:
+        for value in filter(_is_scalar, own.values()):
+            by_kind[value.dtype, value.device].append(value)
+    read: dict[int, float] = {}
+    for scalars in by_kind.values():
+        read.update(zip(map(id, scalars), torch.stack(scalars).tolist(), strict=True))
+    return read
+
+
+def _kinds_of(param: Any, states: dict[str, Any] | None, read: dict[int, float]) -> Hashable | None:
+    """Return what parameters of one run have in common in their states, or None for no run.
+
+    Args:
+        param: a parameter.
+        states: its states.
+        read: the values of scalars.
+    """
+    kinds: list[Hashable] = []
+    for name, value in sorted((states or {}).items()):
+        if _is_elementwise(param, value):
+            kinds.append((name, value.dtype))
+        elif _is_scalar(value):
+            kinds.append((name, value.dtype, value.device, read[id(value)]))
+        elif isinstance(value, torch.Tensor):
+            return None
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            kinds.append((name, type(value), value))
+        else:  # parameters of a run would share an object that may change
+            return None
+    return tuple(kinds)
+
+
+def _is_elementwise(param: Any, value: Any) -> bool:
+    return (
+        isinstance(value, DTensor)
+        and value.placements == param.placements
+        and value._local_tensor.shape == param._local_tensor.shape
+    )
+
+
+@torch.no_grad()
+def _joined(run: FlatRun, states: dict[Any, Any]) -> dict[str, Any]:
+    """Return the states of a run, from those of its parameters."""
+    joined: dict[str, Any] = {}
+    for name, value in states.get(run.params[0], {}).items():
+        if _is_elementwise(run.params[0], value):
+            joined[name] = whole = torch.zeros_like(run.whole, dtype=value.dtype)
+            for param, first in zip(run.params, run.offsets, strict=True):
+                local = states[param][name]._local_tensor
+                whole[first : first + local.numel()].view_as(local).copy_(local)
+        else:
+            joined[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return joined

@@ -1,0 +1,19 @@
+"""PyTorch's optimizers, stepping flat memory."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_ext.optim.flat_step import FlatStep
+
+
+class AdamW(FlatStep, torch.optim.AdamW):
+    """``torch.optim.AdamW`` over one tensor for each unit instead of one for each parameter."""
+
+
+class Adam(FlatStep, torch.optim.Adam):
+    """``torch.optim.Adam`` over one tensor for each unit instead of one for each parameter."""
+
+
+class SGD(FlatStep, torch.optim.SGD):
+    """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter."""

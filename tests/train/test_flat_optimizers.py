@@ -1,0 +1,722 @@
+"""fsdp_ext.optim and fsdp_ext.clip_grad_norm_ over flat memory do what PyTorch's do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from support.models import EmptyParameter, FewRows, FrozenBesideTrainable, Stack, UnusedParameters
+from support.parity import ROUNDING, Case, Run, check, each, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim import Optimizer
+
+import fsdp_ext
+from fsdp_ext import fully_shard
+from fsdp_ext.optim import SGD, Adam, AdamW
+
+# On the host, fused kernels round the last elements of a tensor differently. In flat memory, other
+# elements are the last. With foreach, results are equal bit for bit.
+ROUNDED = ROUNDING[torch.float32]
+KINDS: dict[type[Optimizer], type[Optimizer]] = {
+    AdamW: torch.optim.AdamW,
+    Adam: torch.optim.Adam,
+    SGD: torch.optim.SGD,
+}
+
+
+# - Training as unsharded and under FSDP2, whose parameters these optimizers step one by one
+
+
+def made_by(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
+    return partial(_make, kind, options)
+
+
+def _make(
+    kind: Callable[..., Optimizer], options: dict[str, Any], parameters: Iterable[nn.Parameter]
+) -> Optimizer:
+    return kind(parameters, **options)
+
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return an optimizer with weight decay for matrices only, so that runs are short."""
+    found = list(parameters)
+    return AdamW(
+        [
+            {"params": [each for each in found if each.ndim > 1], "weight_decay": 0.2},
+            {"params": [each for each in found if each.ndim == 1], "lr": 0.03},
+        ],
+        lr=0.01,
+        weight_decay=0.0,
+        foreach=True,
+    )
+
+
+def clipped(norm_type: float, run: Run, step: int) -> tuple[Tensor, ...]:
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    parameters = run.model.parameters()
+    clip = fsdp_ext.clip_grad_norm_ if run.sharded else nn.utils.clip_grad_norm_
+    norm = clip(parameters, 0.05, norm_type=norm_type)
+    assert whole(norm) > 0.05, "there is nothing to clip"
+    run.optimizer.step()
+    return loss, norm
+
+
+def scheduled(run: Run, step: int) -> tuple[Tensor, ...]:
+    if step == 0:
+        run.scheduler = torch.optim.lr_scheduler.LinearLR(  # type: ignore[attr-defined]
+            run.optimizer, start_factor=0.1, total_iters=5
+        )
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    run.scheduler.step()  # type: ignore[attr-defined]
+    return (loss,)
+
+
+def by_closure(run: Run, step: int) -> tuple[Tensor, ...]:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = run.loss(step)
+        run.backward(loss)
+        return loss
+
+    loss = run.optimizer.step(closure)
+    assert isinstance(loss, Tensor)
+    return (loss,)
+
+
+def some_without_gradient(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Drop gradients of some parameters in some steps, so that their counts of steps differ."""
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    for index, parameter in enumerate(run.model.parameters()):
+        if (index + step) % 3 == 0 and step != 2:
+            parameter.grad = None
+    run.optimizer.step()
+    return (loss,)
+
+
+def gradients_of_their_own(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Replace some gradients by tensors that are not in the flat gradient."""
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    for index, parameter in enumerate(run.model.parameters()):
+        if index % 2 == step % 2 and parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    run.optimizer.step()
+    return (loss,)
+
+
+def frozen_by_turns(run: Run, step: int) -> tuple[Tensor, ...]:
+    parameters = list(run.parameters.values())
+    parameters[0].requires_grad_(step % 3 != 1)
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    run.optimizer.step()
+    return (loss,)
+
+
+def frozen_after_backward(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Change requires_grad between backward and step, and gradients of parameters behind."""
+    parameters = [run.parameters[name] for name in sorted(run.parameters)]
+    for index, parameter in enumerate(parameters):
+        parameter.requires_grad_(step % 2 == 0 or index % 3 != 1)
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    run.backward(loss)
+    for index, parameter in enumerate(parameters):
+        parameter.requires_grad_(step % 2 == 1 or index % 3 != 0)
+        if index % 2 == 1 and parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    run.optimizer.step()
+    return (loss,)
+
+
+FOREACH = made_by(AdamW, lr=0.01, foreach=True)
+CASES = [
+    Case("AdamW", Stack, optimizer=made_by(AdamW, lr=0.01), fsdp2=ROUNDED, unsharded=ROUNDED),
+    Case("AdamW with amsgrad and maximize", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
+         optimizer=made_by(AdamW, lr=0.01, amsgrad=True, maximize=True)),
+    Case("AdamW with foreach", Stack, optimizer=FOREACH),
+    Case("AdamW with a tensor as lr", Stack,
+         optimizer=made_by(AdamW, lr=torch.tensor(0.01), fused=False)),
+    Case("Adam with weight decay", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
+         optimizer=made_by(Adam, lr=0.01, weight_decay=0.1)),
+    Case("SGD with Nesterov's momentum", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
+         optimizer=made_by(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    Case("SGD with foreach", Stack, optimizer=made_by(SGD, lr=0.05, momentum=0.9, foreach=True)),
+    Case("parameter groups", Stack, optimizer=in_groups),
+    Case("few rows", FewRows, optimizer=FOREACH),
+    Case("empty shards", EmptyParameter, optimizer=FOREACH,
+         fsdp2_fails="torch's pack expects non-empty tensors"),
+    Case("frozen parameters", FrozenBesideTrainable, optimizer=FOREACH),
+    Case("unused parameters", UnusedParameters, optimizer=FOREACH),
+    Case("a parameter that is frozen by turns", Stack, step=frozen_by_turns, optimizer=FOREACH),
+    Case("parameters frozen between backward and step", Stack, step=frozen_after_backward,
+         optimizer=FOREACH),
+    Case("parameters without a gradient by turns", Stack, step=some_without_gradient,
+         optimizer=FOREACH),
+    Case("gradients of their own", Stack, step=gradients_of_their_own, optimizer=FOREACH),
+    Case("a scheduler", Stack, step=scheduled, optimizer=FOREACH),
+    Case("a closure", Stack, step=by_closure, optimizer=FOREACH),
+    Case("parameters that are not sharded", Stack, ignored_params=("head.weight",),
+         optimizer=FOREACH),
+    Case("shards on the host", Stack, options={"offload_policy": CPUOffloadPolicy()},
+         optimizer=FOREACH, fsdp2_fails="torch pins memory, which needs a GPU"),
+    Case("reductions in bfloat16", Stack, precision={"reduce_dtype": torch.bfloat16},
+         unsharded=None, optimizer=FOREACH),
+    Case("replicas", Stack, worlds=(4,), mesh=(2, 2), optimizer=FOREACH, unsharded=ROUNDED),
+    Case("clipping by the 2-norm", Stack, step=partial(clipped, 2.0), fsdp2=ROUNDED,
+         unsharded=ROUNDED, optimizer=FOREACH),
+    Case("clipping by the 3-norm", Stack, step=partial(clipped, 3.0), fsdp2=ROUNDED,
+         unsharded=ROUNDED, optimizer=FOREACH),
+    Case("clipping by the largest", Stack, step=partial(clipped, math.inf), unsharded=ROUNDED,
+         optimizer=FOREACH),
+    Case("clipping with replicas", Stack, worlds=(4,), mesh=(2, 2), step=partial(clipped, 2.0),
+         optimizer=FOREACH, fsdp2=ROUNDED, unsharded=ROUNDED),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_flat_optimizers_step_as_unsharded_and_as_under_fsdp2(case: Case, world_size: int) -> None:
+    check(case, world_size)
+
+
+# - One model with ours and one with PyTorch's optimizer
+
+
+def sharded(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Stack()
+    for unit in model.units():
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def loss_of(model: Any, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    args, kwargs = model.batch(generator)
+    loss: Tensor = model.loss(model(*args, **kwargs))
+    return loss
+
+
+def backward(model: Any, step: int = 0) -> None:
+    loss_of(model, step).backward()
+
+
+class Pair:
+    """Two equal models, with our optimizer and with PyTorch's."""
+
+    def __init__(self, kind: type[Optimizer] = AdamW, **options: Any) -> None:
+        self.models = [sharded(), sharded()]
+        self.options = {"lr": 0.01, "foreach": True, **options}
+        self.ours = kind(self.models[0].parameters(), **self.options)
+        self.torchs = KINDS[kind](self.models[1].parameters(), **self.options)
+        self.steps = 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for model, optimizer in zip(self.models, (self.ours, self.torchs), strict=True):
+                optimizer.zero_grad()
+                backward(model, self.steps)
+                optimizer.step()
+            self.steps += 1
+            self.compare()
+
+    def compare(self) -> None:
+        for ours, torchs in zip(*(model.parameters() for model in self.models), strict=True):
+            assert torch.equal(ours.to_local(), torchs.to_local())
+            assert_same_states(self.ours.state.get(ours, {}), self.torchs.state.get(torchs, {}))
+
+
+def assert_same_states(ours: dict[str, Any], torchs: dict[str, Any]) -> None:
+    assert list(ours) == list(torchs)
+    for name, value in ours.items():
+        expected = torchs[name]
+        assert type(value) is type(expected), name
+        if isinstance(value, DTensor):
+            assert value.placements == expected.placements
+            assert value.shape == expected.shape
+        assert torch.equal(_local(value), _local(expected)), name
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def runs_of(optimizer: Any) -> list[Any]:
+    """Return the runs that the last step took."""
+    return [run for group in optimizer._flat_groups for run in group._runs.runs]
+
+
+def _states_are_those_of_torch() -> None:
+    for options in ({}, {"amsgrad": True}):
+        pair = Pair(AdamW, **options)
+        pair.train(3)
+        units = len(pair.models[0].units()) + 1
+        assert len(runs_of(pair.ours)) == units
+        assert pair.ours.state_dict()["param_groups"] == pair.torchs.state_dict()["param_groups"]
+
+
+def _state_dicts_go_both_ways() -> None:
+    pair = Pair()
+    pair.train(2)
+    ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
+    pair.ours.load_state_dict(copy.deepcopy(torchs))
+    pair.torchs.load_state_dict(copy.deepcopy(ours))
+    pair.train(2)
+
+    file = io.BytesIO()
+    torch.save(pair.ours.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for optimizer in (pair.ours, pair.torchs):
+        optimizer.load_state_dict(copy.deepcopy(loaded))
+    pair.train(2)
+
+    # With an optimizer that has not stepped yet.
+    model = pair.models[0]
+    pair.ours = AdamW(model.parameters(), **pair.options)
+    pair.ours.load_state_dict(copy.deepcopy(loaded))
+    pair.torchs.load_state_dict(copy.deepcopy(loaded))
+    pair.train(1)
+
+
+def _distributed_state_dicts_go_both_ways() -> None:
+    pair = Pair()
+    pair.train(2)
+    ours = get_optimizer_state_dict(pair.models[0], pair.ours)
+    torchs = get_optimizer_state_dict(pair.models[1], pair.torchs)
+    assert ours["state"].keys() == torchs["state"].keys()
+    for name in ours["state"]:
+        assert_same_states(ours["state"][name], torchs["state"][name])
+    fresh = Pair()
+    set_optimizer_state_dict(fresh.models[0], fresh.ours, copy.deepcopy(torchs))
+    set_optimizer_state_dict(fresh.models[1], fresh.torchs, copy.deepcopy(ours))
+    fresh.train(2)
+
+
+def _replaced_states_are_taken() -> None:
+    pair = Pair()
+    pair.train(2)
+    for optimizer in (pair.ours, pair.torchs):
+        first, *_, last = optimizer.param_groups[0]["params"]
+        optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"] * 2
+        optimizer.state[last]["step"] = optimizer.state[last]["step"] + 3
+    pair.train(2)
+    for optimizer in (pair.ours, pair.torchs):
+        for value in optimizer.state[optimizer.param_groups[0]["params"][2]].values():
+            _local(value).zero_()
+    pair.train(2)
+    for optimizer in (pair.ours, pair.torchs):
+        del optimizer.state[optimizer.param_groups[0]["params"][1]]
+    pair.train(2)
+
+
+def _parameters_may_be_replaced() -> None:
+    pair = Pair()
+    pair.train(2)
+    for model in pair.models:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    pair.train(2)
+    assert len(runs_of(pair.ours)) == len(pair.models[0].units()) + 1
+
+
+def _gradients_may_be_held() -> None:
+    pair = Pair()
+    pair.train(2)
+    held = [param.grad for param in pair.models[0].parameters()]
+    before = [grad.to_local().clone() for grad in held]
+    pair.train(2)
+    for grad, expected in zip(held, before, strict=True):
+        assert torch.equal(grad.to_local(), expected)
+
+
+def _parameters_may_be_added() -> None:
+    pair = Pair()
+    pair.models = [sharded(), sharded()]
+    first, *rest = zip(*(model.parameters() for model in pair.models), strict=True)
+    pair.ours = AdamW([first[0]], **pair.options)
+    pair.torchs = torch.optim.AdamW([first[1]], **pair.options)
+    pair.train(2)
+    pair.ours.add_param_group({"params": [ours for ours, _ in rest], "lr": 0.02})
+    pair.torchs.add_param_group({"params": [torchs for _, torchs in rest], "lr": 0.02})
+    pair.train(2)
+
+
+def _gradients_are_unscaled() -> None:
+    pair = Pair()
+    pair.train(1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    for step in range(5):
+        for model, optimizer, scaler in zip(
+            pair.models, (pair.ours, pair.torchs), scalers, strict=True
+        ):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            scaler.scale(loss).backward()
+            if step == 2:
+                for param in model.parameters():
+                    param.grad.to_local().fill_(math.inf)
+            if step == 3:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        pair.compare()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+def _a_first_step_may_have_no_gradients() -> None:
+    pair = Pair()
+    pair.ours.step()
+    pair.torchs.step()
+    pair.train(2)
+    assert len(runs_of(pair.ours)) == len(pair.models[0].units()) + 1
+
+
+def _a_parameter_without_gradient_keeps_no_run() -> None:
+    pair = Pair()
+    pair.train(2)
+    (group,) = pair.ours._flat_groups  # type: ignore[attr-defined]
+    averages = [states["exp_avg"] for _, states in group._states]
+    param = next(pair.models[0].parameters())
+
+    def is_in_run() -> bool:
+        address = pair.ours.state[param]["exp_avg"].to_local().data_ptr()
+        return any(0 <= address - whole.data_ptr() < whole.nbytes for whole in averages)
+
+    assert is_in_run()
+    for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+        optimizer.zero_grad()
+        backward(model)
+        next(model.parameters()).grad = None
+        optimizer.step()
+    pair.compare()
+    assert not is_in_run()
+
+
+def _states_may_have_entries_of_the_user() -> None:
+    pair = Pair()
+    pair.train(2)
+    entries = [None, 1, True, [1], torch.ones(2), torch.tensor(1.5), torch.tensor(1)]
+    for optimizer in (pair.ours, pair.torchs):
+        params = optimizer.param_groups[0]["params"]
+        for index, param in enumerate(params):
+            optimizer.state[param]["entry"] = entries[index % len(entries)]
+    for _ in range(2):
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            backward(model)
+            optimizer.step()
+            for index, param in enumerate(optimizer.param_groups[0]["params"]):
+                entry = optimizer.state[param].pop("entry")
+                expected = entries[index % len(entries)]
+                assert type(entry) is type(expected)
+                assert str(entry) == str(expected)
+                optimizer.state[param]["entry"] = expected
+    for optimizer in (pair.ours, pair.torchs):
+        for param in optimizer.param_groups[0]["params"]:
+            del optimizer.state[param]["entry"]
+    pair.compare()
+
+
+def _parameters_may_get_other_memory() -> None:
+    pair = Pair()
+    pair.train(2)
+    for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+        backward(model, 7)
+        for param in model.parameters():
+            local = param.to_local()
+            if local.numel():
+                param._local_tensor.data = local.detach().clone()
+        optimizer.step()
+    pair.compare()
+
+
+def _gradients_may_have_another_dtype() -> None:
+    pair = Pair()
+    pair.models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Stack().bfloat16()
+        for param in list(model.parameters())[::2]:
+            param.grad_dtype = torch.float32
+        for unit in model.units():
+            fully_shard(unit)
+        fully_shard(model)
+        pair.models.append(model)
+    options = {"lr": 0.01, "momentum": 0.9, "foreach": False}
+    pair.ours = SGD(pair.models[0].parameters(), **options)
+    pair.torchs = torch.optim.SGD(pair.models[1].parameters(), **options)
+    for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+        (args, kwargs) = model.batch(torch.Generator().manual_seed(0))
+        model.loss(model(*(arg.bfloat16() for arg in args), **kwargs)).backward()
+        assert {param.grad.dtype for param in model.parameters()} == {
+            torch.float32, torch.bfloat16
+        }  # fmt: skip
+        optimizer.step()
+    for ours, torchs in zip(*(model.parameters() for model in pair.models), strict=True):
+        torch.testing.assert_close(ours.to_local(), torchs.to_local())
+
+
+def _a_step_may_be_compiled() -> None:
+    pair = Pair()
+    step = torch.compile(pair.ours.step, backend="eager")
+    for number in range(3):
+        for model, run in zip(pair.models, (step, pair.torchs.step), strict=True):
+            model.zero_grad()
+            backward(model, number)
+            run()
+        pair.compare()
+
+
+def _hooks_run_once() -> None:
+    pair = Pair()
+    calls: list[str] = []
+    pair.ours.register_step_pre_hook(lambda *args: calls.append("before"))
+    pair.ours.register_step_post_hook(lambda *args: calls.append("after"))
+    pair.train(2)
+    assert calls == ["before", "after"] * 2
+
+
+def _a_failed_step_leaves_the_optimizer_whole() -> None:
+    pair = Pair()
+    pair.train(2)
+    params = pair.ours.param_groups[0]["params"]
+    pair.ours.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        pair.ours.step()
+    assert pair.ours.param_groups[0]["params"] is params
+    pair.ours.param_groups[0]["betas"] = pair.torchs.param_groups[0]["betas"]
+    pair.train(2)
+
+
+def _an_optimizer_is_copied() -> None:
+    pair = Pair()
+    pair.train(1)
+    pair.ours = copy.copy(pair.ours)
+    pair.train(1)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        _states_are_those_of_torch,
+        _state_dicts_go_both_ways,
+        _distributed_state_dicts_go_both_ways,
+        _replaced_states_are_taken,
+        _parameters_may_be_replaced,
+        _gradients_may_be_held,
+        _parameters_may_be_added,
+        _gradients_are_unscaled,
+        _a_first_step_may_have_no_gradients,
+        _a_parameter_without_gradient_keeps_no_run,
+        _states_may_have_entries_of_the_user,
+        _parameters_may_get_other_memory,
+        _gradients_may_have_another_dtype,
+        _a_step_may_be_compiled,
+        _hooks_run_once,
+        _a_failed_step_leaves_the_optimizer_whole,
+        _an_optimizer_is_copied,
+    ],
+)
+def test_flat_optimizers_pass_for_torchs(work: Callable[[], None]) -> None:
+    run_ranks(work, 2)
+
+
+# - Clipping
+
+
+def _norms(model: Any, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield our norm and PyTorch's of the same gradients."""
+    for step in range(2):
+        model.zero_grad()
+        backward(model, step)
+        grads = _grads_of(model)
+        before = [grad.clone() for grad in grads]
+        ours = fsdp_ext.clip_grad_norm_(model, 0.05, **options)
+        clipped = [grad.clone() for grad in grads]
+        for grad, value in zip(grads, before, strict=True):
+            grad.copy_(value)
+        theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.05, **options)
+        for got, expected in zip(clipped, grads, strict=True):
+            torch.testing.assert_close(_local(got), _local(expected))
+        yield ours, whole(theirs)
+
+
+def _grads_of(model: Any) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def _norms_are_those_of_torch() -> None:
+    for norm_type in (1.0, 2.0, 2.5, math.inf):
+        for ours, theirs in _norms(sharded(), norm_type=norm_type):
+            torch.testing.assert_close(ours, theirs)
+    half = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for ours, theirs in _norms(half):
+        torch.testing.assert_close(ours, theirs)
+    # Each rank's own values of a parameter outside of all units count on that rank.
+    model = sharded()
+    model.zero_grad()
+    backward(model)
+    outside = nn.Parameter(torch.zeros(3))
+    outside.grad = torch.full((3,), 2.0)
+    ours = fsdp_ext.clip_grad_norm_([*model.parameters(), outside], 1e6)
+    inside = fsdp_ext.clip_grad_norm_(model, 1e6)
+    torch.testing.assert_close(ours, (inside**2 + 12) ** 0.5)
+
+
+def _norms_agree_if_a_rank_has_no_gradient() -> None:
+    model = sharded()
+    first, *_ = model.parameters()
+    only = fsdp_ext.clip_grad_norm_([first], 1.0)
+    assert only == 0
+    if dist.get_rank() == 0:
+        first.grad = torch.ones_like(first)
+    expected = first.to_local().numel() if dist.get_rank() == 0 else 0
+    total = torch.tensor(float(expected))
+    dist.all_reduce(total)
+    assert fsdp_ext.clip_grad_norm_([first], 100.0) == total**0.5
+    assert fsdp_ext.clip_grad_norm_(first, 100.0) == total**0.5
+
+
+def _norms_of_several_meshes() -> None:
+    """One unit is on all ranks, one on pairs of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model[1])
+    model(torch.ones(2, 4)).square().sum().backward()
+    expected = sum(float(param.grad.full_tensor().square().sum()) for param in model.parameters())
+    norm = fsdp_ext.clip_grad_norm_(model, 0.1)
+    torch.testing.assert_close(norm, torch.tensor(expected**0.5))
+    after = sum(float(param.grad.full_tensor().square().sum()) for param in model.parameters())
+    assert math.isclose(after**0.5, 0.1, rel_tol=1e-4)
+
+
+def _norms_of_tensor_parallel_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6), nn.LayerNorm(6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model[0], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    model(torch.randn(4, 6, generator=generator)).sin().sum().backward()
+    before = [param.grad.full_tensor() for param in model.parameters()]
+    expected = torch.cat([grad.flatten() for grad in before]).norm()
+    torch.testing.assert_close(fsdp_ext.clip_grad_norm_(model, 0.5), expected)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad * (0.5 / expected))
+
+
+def _norms_do_not_depend_on_addresses() -> None:
+    norms = set()
+    kept = []  # so that each model is elsewhere
+    for _ in range(6):
+        model = sharded()
+        kept.append(model)
+        backward(model)
+        norms.add(fsdp_ext.clip_grad_norm_(model, 1e6).item())
+    assert len(norms) == 1
+
+
+def _norms_follow_the_dtype() -> None:
+    model = sharded()
+    assert fsdp_ext.clip_grad_norm_(model, 1.0).dtype == torch.float32  # without gradients
+    model.double()
+    (args, kwargs) = model.batch(torch.Generator())
+    model.loss(model(*(arg.double() for arg in args), **kwargs)).backward()
+    assert fsdp_ext.clip_grad_norm_(model, 1.0).dtype == torch.float64
+
+
+def _clipping_keeps_no_model() -> None:
+    kept, gone = sharded(), sharded()
+    for model in (kept, gone):
+        backward(model)
+    fsdp_ext.clip_grad_norm_([*kept.parameters(), *gone.parameters()], 1.0)
+    params = [weakref.ref(param) for param in gone.parameters()]
+    del gone, model
+    gc.collect()
+    assert not any(param() is not None for param in params)
+
+
+@pytest.mark.parametrize(
+    ("work", "ranks"),
+    [
+        (_norms_are_those_of_torch, 3),
+        (_norms_agree_if_a_rank_has_no_gradient, 2),
+        (_norms_of_several_meshes, 4),
+        (_norms_of_tensor_parallel_parameters, 4),
+        (_norms_do_not_depend_on_addresses, 2),
+        (_norms_follow_the_dtype, 2),
+        (_clipping_keeps_no_model, 2),
+    ],
+)
+def test_clip_grad_norm(work: Callable[[], None], ranks: int) -> None:
+    run_ranks(work, ranks)
+
+
+def _bad_arguments_say_what_is_wrong() -> None:
+    model = sharded()
+    backward(model)
+    with pytest.raises(ValueError, match="norm_type=0"):
+        fsdp_ext.clip_grad_norm_(model, 1.0, norm_type=0)
+    with pytest.raises(TypeError, match="max_norm='x'"):
+        fsdp_ext.clip_grad_norm_(model, "x")  # type: ignore[arg-type]
+    first = next(model.parameters())
+    sharded_grad = first.grad
+    first.grad = sharded_grad.redistribute(placements=[Replicate()])
+    with pytest.raises(NotImplementedError, match="placements"):
+        fsdp_ext.clip_grad_norm_(model, 1.0)
+    first.grad = sharded_grad
+    next(model.parameters()).grad.to_local().fill_(math.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fsdp_ext.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="differentiable=True"):
+        AdamW(model.parameters(), differentiable=True)
+    early = Stack()
+    optimizer = AdamW(early.parameters())
+    for unit in early.units():
+        fully_shard(unit)
+    fully_shard(early)
+    backward(early)
+    with pytest.raises(RuntimeError, match="Make the optimizer after fully_shard"):
+        optimizer.step()
+    stepped = AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"Use the optimizer of torch\.optim"):
+        fsdp_ext.offload_optimizer(stepped, model)
+
+
+def test_bad_arguments_say_what_is_wrong() -> None:
+    run_ranks(_bad_arguments_say_what_is_wrong, 2)
