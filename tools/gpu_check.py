@@ -27,12 +27,13 @@ build/emulated_gpu_check, because its results are no device's. It is slow: use -
 measures little, and --patience, which multiplies all limits.
 
 Some steps have several ranks that share the card. The trial of two ranks measures how long a
-collective takes there, and their limits depend on it:
+collective takes there. The limits of such steps depend on this time:
 
 - A limit suits collectives of up to 20 ms. If the trial measures more, each of these steps gets
   its number of collectives, times the excess, in addition. --patience multiplies the 20 ms, too.
-- A step that would then need more than a whole call is not tried. That is the machine's failure.
-- A step that only needs more than is left of this call waits for another one.
+- A step that would then need more time than a whole call has is not run. That is the machine's
+  failure.
+- A step that only needs more time than this call has left waits for the next call.
 
 Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
 and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
@@ -90,7 +91,7 @@ GRACE_S = 20
 # A step that is left a smaller share of its limit does not begin.
 LEAST_SHARE = 0.8
 TRIAL = "two ranks"
-# Seconds of a collective of ranks that share the card, for which the limits of steps are made.
+# The limits of steps suit collectives of this many seconds, between ranks that share the card.
 USUAL_COLLECTIVE_S = 0.02
 MEASURED = re.compile(r"^a collective takes ([\d.]+) s$", re.M)
 
@@ -108,7 +109,7 @@ class Step:
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
     needs: str = ""  # the step of the machine that has to have worked
-    collectives: int = 0  # about how many it waits for, of ranks that share the card
+    collectives: int = 0  # about how many, between ranks that share the card
     not_emulated: str = ""  # why the emulated GPU does not run it
     note: str = ""  # for the table
 
@@ -240,9 +241,10 @@ def bench_part() -> list[Step]:
     """Return the other benchmarks that measure something on one GPU."""
     return [
         bench("host_overhead", 40, "--quick", not_emulated=LARGE),
+        bench("optimizer", 20, "--quick", not_emulated=LARGE),
         bench("overlap", 50, "--quick", not_emulated=LARGE),
-        bench("memory", 80),
-        bench("step", 110, "--compile", name="compiled step"),
+        bench("memory", 70),
+        bench("step", 100, "--compile", name="compiled step"),
         Step(
             "module loading",
             [sys.executable, "tools/gpu_loading.py"],
@@ -347,12 +349,12 @@ def limit_of(step: Step, later: list[Step], left: float) -> float:
 
 
 def slowed(planned: list[Step], collective_s: float, usual_s: float) -> list[Step]:
-    """Return steps with limits for the time of a collective that the trial has measured.
+    """Return steps with limits that suit the measured time of a collective.
 
     Args:
         planned: steps.
         collective_s: seconds of a collective of two ranks that share the card.
-        usual_s: seconds for which the steps' limits are made.
+        usual_s: seconds of a collective that the steps' limits suit now.
     """
     excess = max(0.0, collective_s - usual_s)
     return [

@@ -35,7 +35,7 @@ NAMES = {
     "predict",
     "scaling",
 }
-NAMES |= {"step", "tune"}
+NAMES |= {"optimizer", "step", "tune"}
 
 
 def _bench(
