@@ -35,7 +35,7 @@ class Barrier {
  public:
   explicit Barrier(int size) : addresses(static_cast<std::size_t>(size)) {}
 
-  // Returns false if the communicator was aborted.
+  // Returns false if the communicator was aborted. Other ranks then do not meet this one.
   bool wait(const std::atomic<bool>& aborted) {
     std::unique_lock<std::mutex> lock(mutex_);
     const int round = round_;
@@ -47,6 +47,7 @@ class Barrier {
     }
     while (round_ == round) {
       if (aborted) {
+        --arrived_;
         return false;
       }
       changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -261,7 +262,10 @@ Result exchange_inputs(Comm comm, const void* input, const Read& read) {
     return kAborted;
   }
   read(comm->barrier->addresses);
-  return comm->barrier->wait(comm->aborted) ? fsdp::nccl::kSuccess : kAborted;
+  // All ranks read now, so this wait is short, and no rank may leave before the others have read.
+  const std::atomic<bool> never(false);
+  comm->barrier->wait(never);
+  return fsdp::nccl::kSuccess;
 }
 
 std::size_t size_of(DataType type) { return type == fsdp::nccl::kInt8 ? 1 : 4; }
