@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext._util.numbers import as_bool
-from fsdp_ext.offloading.states import OffloadedStates, owners_of, params_by_group
+from fsdp_ext.offloading.states import OffloadedStates, params_by_group
 from fsdp_ext.optim.flat_step import FlatStep
 from fsdp_ext.sharding.root.module_state import sharded_module
-from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.root.unit import Unit, owners_of
 from fsdp_ext.sharding.root.unit_tree import UnitTree
 
 # PyTorch's optimizers that change each parameter by its own gradient and states alone.

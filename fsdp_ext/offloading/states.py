@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from fsdp_ext.offloading.copy_streams import CopyStreams
 from fsdp_ext.offloading.portion import Portion, is_offloaded
 from fsdp_ext.optim.state_entries import all_same
-from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.root.unit import Unit, owners_of
 
 
 class OffloadedStates:
@@ -214,13 +214,6 @@ def _as_torch_loads(param: Any, value: torch.Tensor, *, moves: bool) -> torch.Te
 
 def params_by_group(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     return [group["params"] for group in optimizer.param_groups]
-
-
-def owners_of(units: list[Unit]) -> dict[nn.Parameter, Unit]:
-    """Return the unit of each parameter that an optimizer may have."""
-    owners = {param.sharded: unit for unit in units for param in unit.params}
-    flat = {unit.flat_param.param: unit for unit in units if unit.flat_param is not None}
-    return {**owners, **flat}
 
 
 class _Held:

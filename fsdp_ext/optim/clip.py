@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.sharding.params.flat_parameter import is_flat
-from fsdp_ext.sharding.root.unit import Unit, units_alive
+from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 
 def clip_grad_norm_(
@@ -125,21 +124,20 @@ class _Ranks:
     device_type: str = "cpu"
 
     @classmethod
-    def of(cls, param: Any) -> _Ranks:
+    def of(cls, param: Any, owners: dict[nn.Parameter, Unit]) -> _Ranks:
         if isinstance(param, DTensor):
             mesh = param.device_mesh
             # Not is_shard(), which is false for _StridedShard.
             dims = [i for i, spread in enumerate(param.placements) if not spread.is_replicate()]
             groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
             return cls(groups, mesh.device_type)
-        if is_flat(param):
-            for unit in units_alive():
-                if unit.flat_param is not None and unit.flat_param.param is param:
-                    return cls((unit.ranks.group,), unit.device.type)
+        if is_flat(param) and param not in owners:
             raise RuntimeError(
                 "clip_grad_norm_ got a flat parameter whose wrapper no longer exists. Pass the "
                 "parameters of the wrapped model."
             )
+        if is_flat(param):
+            return cls((owners[param].ranks.group,), owners[param].device.type)
         return cls(device_type=param.device.type)
 
 
@@ -151,7 +149,8 @@ class _Gradients:
     """
 
     def __init__(self, params: list[Any]) -> None:
-        ranks = {param: _Ranks.of(param) for param in params}
+        owners = owners_of(units_alive())
+        ranks = {param: _Ranks.of(param, owners) for param in params}
         self._runs = FlatRuns(params, ranks.get)
         # From the parameters, because other ranks may lack gradients that this rank has.
         self._all_ranks = list(dict.fromkeys(ranks.values()))
@@ -159,7 +158,7 @@ class _Gradients:
         self._of_others = [(ranks[param], param) for param in self._runs.others]
         # Also from the parameters, so that all ranks reduce one dtype.
         self.dtype = _promoted([torch.float32, *{param.dtype for param in params}])
-        self._watches = [weakref.ref(unit, _forget) for unit in self._runs.units]
+        self.watches = [weakref.ref(unit, _forget) for unit in self._runs.units]
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the runs are still those of ``params``."""
@@ -176,9 +175,9 @@ class _Gradients:
         return found
 
 
-# For each unit, the gradients of the last call whose first sharded parameter it owns. Others of
-# their parameters may be in other units, so all are dropped when a unit goes.
-_known: WeakKeyDictionary[Unit, _Gradients] = WeakKeyDictionary()
+# Those of earlier calls, by the id of the first parameter, which they keep alive. All of them go
+# when one of their units does, so that they keep no model alive.
+_known: dict[int, _Gradients] = {}
 
 
 def _forget(_: weakref.ref[Unit]) -> None:
@@ -186,14 +185,12 @@ def _forget(_: weakref.ref[Unit]) -> None:
 
 
 def _gradients_of(params: list[Any]) -> _Gradients:
-    first: Any = next((param for param in params if isinstance(param, DTensor)), None)
-    owners = (unit for unit in units_alive() for each in unit.params if each.sharded is first)
-    owner = next(owners, None)
-    known = None if owner is None else _known.get(owner)
+    first = id(params[0]) if params else 0
+    known = _known.get(first)
     if known is None or not known.are_of(params):
         known = _Gradients(params)
-        if owner is not None:
-            _known[owner] = known
+        if known.watches:
+            _known[first] = known
     return known
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fsdp_ext import _C
 from fsdp_ext.optim.state_entries import all_same
 from fsdp_ext.sharding.params.dtensors import Spread
 from fsdp_ext.sharding.params.sharded_param import ShardedParam, lies_in
-from fsdp_ext.sharding.root.unit import Unit, units_alive
+from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 _local_tensor_of = operator.attrgetter("_local_tensor")  # in C, unlike local_of
 
@@ -75,7 +75,6 @@ class _Placed:
         entry: the parameter.
         offset: its first byte in the flat shard.
         grad_offset: its gradient's first byte in the flat gradient.
-        key: parameters of one run have equal keys.
     """
 
     unit: Unit
@@ -83,16 +82,14 @@ class _Placed:
     entry: ShardedParam
     offset: int
     grad_offset: int
-    key: Hashable
 
     def follows(self, other: _Placed) -> bool:
-        """Return whether it lies right behind ``other``, in the same run."""
+        """Return whether it lies right behind ``other``, as its gradient does."""
         return (
             self.unit is other.unit
             and self.index == other.index + 1
             and self.entry.dtype == other.entry.dtype
             and self.grad_offset - other.grad_offset == self.offset - other.offset
-            and self.key == other.key
         )
 
 
@@ -108,23 +105,20 @@ class FlatRuns:
     @torch.no_grad()
     def __init__(self, params: Iterable[Any], key: Callable[[Any], Hashable | None]) -> None:
         self.params = list(params)
-        units = {entry.sharded: unit for unit in units_alive() for entry in unit.params}
-        # Units without a run, too, because they may get one.
-        own = list(dict.fromkeys(units[param] for param in self.params if param in units))
-        in_memory = {each.entry.sharded: each for unit in own for each in _placed_in(unit)}
-        placed: list[_Placed] = []
-        self.others: list[Any] = []
-        for param in self.params:
-            found = in_memory.get(param)
-            of_run = key(param) if found is not None else None
-            if found is not None and of_run is not None:
-                placed.append(replace(found, key=of_run))
-            else:
-                self.others.append(param)
-        # In the same order in each process, since a norm depends on it.
-        numbers = {unit: number for number, unit in enumerate(own)}
-        placed.sort(key=lambda each: (numbers[each.unit], each.index))
-        self.runs = [_run_of(each) for each in _divide(placed)]
+        owners = owners_of(units_alive())
+        # A unit that has no run now may have one later. Each process has the same order of units,
+        # because the order of runs changes how a norm is rounded.
+        own = list(dict.fromkeys(owners[param] for param in self.params if param in owners))
+        keys = {param: key(param) for param in self.params}
+        placed = [
+            each
+            for unit in own
+            for each in _placed_in(unit)
+            if keys.get(each.entry.sharded) is not None
+        ]
+        in_runs = {each.entry.sharded for each in placed}
+        self.others = [param for param in self.params if param not in in_runs]
+        self.runs = [_run_of(each) for each in _divide(placed, keys)]
 
         # Weak references: an optimizer keeps runs, and must not keep a model alive.
         self._units = list(map(weakref.ref, own))
@@ -164,7 +158,7 @@ def _flat_shard_of(unit: weakref.ref[Unit]) -> torch.Tensor | None:
 
 
 def _placed_in(unit: Unit) -> Iterator[_Placed]:
-    """Return the unit's parameters that lie in its flat memory together with their gradients."""
+    """Return the unit's parameters that lie in its flat memory with their gradients, in order."""
     if unit.impl is None or unit.flat_param is not None:
         return
     # Only the C++ side knows which parameters had a gradient: they may have been frozen since.
@@ -175,13 +169,15 @@ def _placed_in(unit: Unit) -> Iterator[_Placed]:
             continue
         is_in_place = lies_in(entry, part, unit.flat_shard, place.shard_offset)
         if is_in_place and entry.is_gathered and unit.grad_dtype(entry) == entry.dtype:
-            yield _Placed(unit, index, entry, place.shard_offset, place.flat_gradient_offset, ())
+            yield _Placed(unit, index, entry, place.shard_offset, place.flat_gradient_offset)
 
 
-def _divide(placed: list[_Placed]) -> list[list[_Placed]]:
+def _divide(placed: list[_Placed], keys: dict[Any, Hashable]) -> list[list[_Placed]]:
     runs: list[list[_Placed]] = []
     for each in placed:
-        if runs and each.follows(runs[-1][-1]):
+        last = runs[-1][-1] if runs else None
+        is_alike = last is not None and keys[each.entry.sharded] == keys[last.entry.sharded]
+        if last is not None and is_alike and each.follows(last):
             runs[-1].append(each)
         else:
             runs.append([each])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,13 @@ _alive: weakref.WeakSet[Unit] = weakref.WeakSet()
 def units_alive() -> list[Unit]:
     """Return all units of the process, in no particular order."""
     return list(_alive)
+
+
+def owners_of(units: Iterable[Unit]) -> dict[nn.Parameter, Unit]:
+    """Return the unit of each parameter that an optimizer may have."""
+    owners = {param.sharded: unit for unit in units for param in unit.params}
+    flat = {unit.flat_param.param: unit for unit in owners.values() if unit.flat_param is not None}
+    return {**owners, **flat}
 
 
 class Unit(ParamGroup):
