@@ -102,22 +102,18 @@ def with_groups(parameters: Any, kind: Any, **options: Any) -> Optimizer:
     return optimizer
 
 
-def made(kind: Any, **options: Any) -> Callable[[Any], Optimizer]:
-    return partial(kind, **options)
-
-
 CASES = [
     Case("AdamW on a transformer", Transformer, optimizer=adamw, step=offloaded_step),
     Case("Adam with foreach and amsgrad", Stack, step=offloaded_step, worlds=(1, 2),
-         optimizer=made(torch.optim.Adam, lr=0.01, foreach=True, amsgrad=True)),
+         optimizer=partial(torch.optim.Adam, lr=0.01, foreach=True, amsgrad=True)),
     Case("fused AdamW in two groups", Stack, step=offloaded_step, unsharded=None, worlds=(1, 2),
          optimizer=partial(with_groups, kind=torch.optim.AdamW, lr=0.01, fused=True)),
     Case("SGD with momentum", Stack, step=offloaded_step, worlds=(1, 2),
-         optimizer=made(torch.optim.SGD, lr=0.05, momentum=0.9)),
+         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
     Case("Adagrad", Stack, step=offloaded_step, worlds=(1, 2),
-         optimizer=made(torch.optim.Adagrad, lr=0.01)),
+         optimizer=partial(torch.optim.Adagrad, lr=0.01)),
     Case("NAdam", Stack, step=offloaded_step, worlds=(1, 2), unsharded=None,
-         optimizer=made(torch.optim.NAdam, lr=0.01)),
+         optimizer=partial(torch.optim.NAdam, lr=0.01)),
     Case("state dicts loaded in each step", Stack, optimizer=adamw, step=resumed, worlds=(1, 2)),
 ]  # fmt: skip
 

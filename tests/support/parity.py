@@ -237,11 +237,21 @@ class Run:
 StepFunction = Callable[[Run, int], "tuple[Tensor, ...]"]
 
 
-def train_step(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Run the usual step: zero, forward, backward, optimizer."""
+def train_step(
+    run: Run, step: int, before_step: Callable[[Run, int], None] | None = None
+) -> tuple[Tensor, ...]:
+    """Run the usual step: zero, forward, backward, optimizer.
+
+    Args:
+        run: the model with its optimizer.
+        step: the number of the step.
+        before_step: called between backward and the optimizer's step.
+    """
     run.optimizer.zero_grad()
     loss = run.loss(step)
     run.backward(loss)
+    if before_step is not None:
+        before_step(run, step)
     run.optimizer.step()
     return (loss,)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import EmptyParameter, FewRows, FrozenBesideTrainable, Stack, UnusedParameters
-from support.parity import ROUNDING, Case, Run, check, each, whole
+from support.parity import ROUNDING, Case, Run, check, each, train_step, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -47,16 +47,6 @@ KINDS: dict[type[Optimizer], type[Optimizer]] = {
 
 
 # - Training as unsharded and under FSDP2, whose parameters these optimizers step one by one
-
-
-def made_by(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
-    return partial(_make, kind, options)
-
-
-def _make(
-    kind: Callable[..., Optimizer], options: dict[str, Any], parameters: Iterable[nn.Parameter]
-) -> Optimizer:
-    return kind(parameters, **options)
 
 
 def in_groups(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -90,12 +80,9 @@ def scheduled(run: Run, step: int) -> tuple[Tensor, ...]:
         run.scheduler = torch.optim.lr_scheduler.LinearLR(  # type: ignore[attr-defined]
             run.optimizer, start_factor=0.1, total_iters=5
         )
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
-    run.optimizer.step()
+    found = train_step(run, step)
     run.scheduler.step()  # type: ignore[attr-defined]
-    return (loss,)
+    return found
 
 
 def by_closure(run: Run, step: int) -> tuple[Tensor, ...]:
@@ -110,69 +97,54 @@ def by_closure(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss,)
 
 
-def some_without_gradient(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Drop gradients of some parameters in some steps, so that their counts of steps differ."""
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
+def drop_some_gradients(run: Run, step: int) -> None:
+    """Drop gradients of other parameters in each step, so that their counts of steps differ."""
     for index, parameter in enumerate(run.model.parameters()):
         if (index + step) % 3 == 0 and step != 2:
             parameter.grad = None
-    run.optimizer.step()
-    return (loss,)
 
 
-def gradients_of_their_own(run: Run, step: int) -> tuple[Tensor, ...]:
+def replace_some_gradients(run: Run, step: int) -> None:
     """Replace some gradients by tensors that are not in the flat gradient."""
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
     for index, parameter in enumerate(run.model.parameters()):
         if index % 2 == step % 2 and parameter.grad is not None:
             parameter.grad = parameter.grad * 0.5
-    run.optimizer.step()
-    return (loss,)
 
 
 def frozen_by_turns(run: Run, step: int) -> tuple[Tensor, ...]:
     parameters = list(run.parameters.values())
     parameters[0].requires_grad_(step % 3 != 1)
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
-    run.optimizer.step()
-    return (loss,)
+    return train_step(run, step)
 
 
 def frozen_after_backward(run: Run, step: int) -> tuple[Tensor, ...]:
-    """Change requires_grad between backward and step, and gradients of parameters behind."""
-    parameters = [run.parameters[name] for name in sorted(run.parameters)]
-    for index, parameter in enumerate(parameters):
-        parameter.requires_grad_(step % 2 == 0 or index % 3 != 1)
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
-    for index, parameter in enumerate(parameters):
+    """Freeze other parameters in backward than in the optimizer's step."""
+    for index, name in enumerate(sorted(run.parameters)):
+        run.parameters[name].requires_grad_(step % 2 == 0 or index % 3 != 1)
+    return train_step(run, step, before_step=_freeze_others)
+
+
+def _freeze_others(run: Run, step: int) -> None:
+    for index, name in enumerate(sorted(run.parameters)):
+        parameter = run.parameters[name]
         parameter.requires_grad_(step % 2 == 1 or index % 3 != 0)
         if index % 2 == 1 and parameter.grad is not None:
             parameter.grad = parameter.grad * 0.5
-    run.optimizer.step()
-    return (loss,)
 
 
-FOREACH = made_by(AdamW, lr=0.01, foreach=True)
+FOREACH = partial(AdamW, lr=0.01, foreach=True)
 CASES = [
-    Case("AdamW", Stack, optimizer=made_by(AdamW, lr=0.01), fsdp2=ROUNDED, unsharded=ROUNDED),
+    Case("AdamW", Stack, optimizer=partial(AdamW, lr=0.01), fsdp2=ROUNDED, unsharded=ROUNDED),
     Case("AdamW with amsgrad and maximize", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
-         optimizer=made_by(AdamW, lr=0.01, amsgrad=True, maximize=True)),
+         optimizer=partial(AdamW, lr=0.01, amsgrad=True, maximize=True)),
     Case("AdamW with foreach", Stack, optimizer=FOREACH),
     Case("AdamW with a tensor as lr", Stack,
-         optimizer=made_by(AdamW, lr=torch.tensor(0.01), fused=False)),
+         optimizer=partial(AdamW, lr=torch.tensor(0.01), fused=False)),
     Case("Adam with weight decay", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
-         optimizer=made_by(Adam, lr=0.01, weight_decay=0.1)),
+         optimizer=partial(Adam, lr=0.01, weight_decay=0.1)),
     Case("SGD with Nesterov's momentum", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
-         optimizer=made_by(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
-    Case("SGD with foreach", Stack, optimizer=made_by(SGD, lr=0.05, momentum=0.9, foreach=True)),
+         optimizer=partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    Case("SGD with foreach", Stack, optimizer=partial(SGD, lr=0.05, momentum=0.9, foreach=True)),
     Case("parameter groups", Stack, optimizer=in_groups),
     Case("few rows", FewRows, optimizer=FOREACH),
     Case("empty shards", EmptyParameter, optimizer=FOREACH,
@@ -182,9 +154,11 @@ CASES = [
     Case("a parameter that is frozen by turns", Stack, step=frozen_by_turns, optimizer=FOREACH),
     Case("parameters frozen between backward and step", Stack, step=frozen_after_backward,
          optimizer=FOREACH),
-    Case("parameters without a gradient by turns", Stack, step=some_without_gradient,
+    Case("parameters without a gradient by turns", Stack,
+         step=partial(train_step, before_step=drop_some_gradients),
          optimizer=FOREACH),
-    Case("gradients of their own", Stack, step=gradients_of_their_own, optimizer=FOREACH),
+    Case("gradients of their own", Stack, optimizer=FOREACH,
+         step=partial(train_step, before_step=replace_some_gradients)),
     Case("a scheduler", Stack, step=scheduled, optimizer=FOREACH),
     Case("a closure", Stack, step=by_closure, optimizer=FOREACH),
     Case("parameters that are not sharded", Stack, ignored_params=("head.weight",),

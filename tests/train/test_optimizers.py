@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from support.models import Stack
-from support.parity import ROUNDING, Case, Run, check, each, whole
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from support.parity import ROUNDING, Case, Run, check, each, train_step, whole
+from torch import Tensor
 
 # A norm is summed up shard by shard. A fused kernel rounds whole vectors and the rest after them
 # differently, and this rest is elsewhere in a shard.
 ROUNDED = ROUNDING[torch.float32]
-
-
-def made_by(kind: Callable[..., Optimizer], **options: object) -> Callable[..., Optimizer]:
-    return partial(_make, kind, options)
-
-
-def _make(
-    kind: Callable[..., Optimizer], options: dict[str, object], parameters: Iterable[nn.Parameter]
-) -> Optimizer:
-    return kind(parameters, **options)
 
 
 def clipped(norm_type: float, foreach: bool | None, run: Run, step: int) -> tuple[Tensor, ...]:
@@ -63,24 +51,19 @@ def zeroed_before_backward(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss,)
 
 
-def gradients_scaled_in_place(run: Run, step: int) -> tuple[Tensor, ...]:
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    run.backward(loss)
+def scale_gradients(run: Run, step: int) -> None:
     for parameter in run.model.parameters():
         parameter.grad.mul_(0.5)
-    run.optimizer.step()
-    return (loss,)
 
 
 CASES = [
     Case("SGD with momentum and weight decay", Stack,
-         optimizer=made_by(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)),
+         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)),
     Case("Adam with foreach", Stack,
-         optimizer=made_by(torch.optim.Adam, lr=0.01, foreach=True)),
-    Case("fused AdamW", Stack, optimizer=made_by(torch.optim.AdamW, lr=0.01, fused=True),
+         optimizer=partial(torch.optim.Adam, lr=0.01, foreach=True)),
+    Case("fused AdamW", Stack, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True),
          unsharded=ROUNDED),
-    Case("Adagrad", Stack, optimizer=made_by(torch.optim.Adagrad, lr=0.01)),
+    Case("Adagrad", Stack, optimizer=partial(torch.optim.Adagrad, lr=0.01)),
     Case("clipping by the 2-norm", Stack, step=partial(clipped, 2.0, None),
          unsharded=ROUNDED),
     Case("clipping by the 2-norm with foreach", Stack, step=partial(clipped, 2.0, True),
@@ -90,7 +73,8 @@ CASES = [
     Case("zero_grad(set_to_none=False)", Stack, step=zeroed_in_place),
     Case("zero_grad of the model, by turns in place", Stack, step=zeroed_by_the_model),
     Case("zero_grad between forward and backward", Stack, step=zeroed_before_backward),
-    Case("gradients changed in place before the step", Stack, step=gradients_scaled_in_place),
+    Case("gradients changed in place before the step", Stack,
+         step=partial(train_step, before_step=scale_gradients)),
 ]  # fmt: skip
 
 
