@@ -91,7 +91,7 @@ GRACE_S = 20
 # A step that is left a smaller share of its limit does not begin.
 LEAST_SHARE = 0.8
 TRIAL = "two ranks"
-# The limits of steps suit collectives of this many seconds, between ranks that share the card.
+# The limits of steps assume that a collective takes this many seconds. The ranks share one GPU.
 USUAL_COLLECTIVE_S = 0.02
 MEASURED = re.compile(r"^a collective takes ([\d.]+) s$", re.M)
 

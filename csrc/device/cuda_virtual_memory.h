@@ -1,4 +1,4 @@
-// Memory of a GPU from the driver's virtual memory management. Other GPUs have no access to it.
+// Allocates GPU memory by the driver's virtual memory management. Other GPUs cannot access it.
 #pragma once
 
 #include "device/stream.h"

@@ -148,9 +148,9 @@ class TorchUnit final : public UnitPort,
   // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
   // versa.
   void carry_gradient_settings();
-  // For each parameter of the layout, whether .grad is its part of the flat gradient.
+  // For each parameter of the layout: whether its .grad is a part of the flat gradient.
   std::vector<bool> shows_gradients() const;
-  // A number that changes when shows_gradients() does, or when the parts are other tensors.
+  // Changes when shows_gradients() changes, and when the unit makes new gradient tensors.
   std::uint64_t gradients_version() const;
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
   // flat parameter was given other memory, so that the unit has to be made anew.

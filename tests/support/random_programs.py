@@ -149,7 +149,7 @@ class Program:
         self.shard(self.model, **options)
         self.units.append(self.model)
         is_adamw, foreach, is_flat = (rng.random() < 0.5 for _ in range(3))
-        # Steps over flat memory have to equal PyTorch's steps of the other system.
+        # fsdp_ext may use its own optimizers, and FSDP2 uses PyTorch's. Numbers have to be equal.
         optim: Any = fsdp_ext.optim if is_flat and system_name == "fsdp_ext" else torch.optim
         self.optimizer: torch.optim.Optimizer = (
             optim.AdamW(self.model.parameters(), lr=0.02, foreach=foreach)

@@ -31,12 +31,12 @@
 // whichever member NCCL looks at.
 //
 // Note [private memory]
-// ncclMemAlloc maps memory on every GPU that the process sees and that can reach it. If a buffer is
-// not a window, NCCL needs none of these mappings: it exports the memory's handle, and each peer
-// that reads or writes the buffer maps it at an address of the peer's own. The switch and the
-// network use the owner's address. So such buffers have private memory: its properties are those of
-// memory from ncclMemAlloc, but only its own device has access. Shards and gradients do not have
-// private memory, because users may copy into them from another GPU, which then writes to them.
+// Private memory can be accessed by its own GPU alone. ncclMemAlloc also maps its memory on every
+// other GPU that the process sees, but NCCL needs these mappings for windows only. For other
+// buffers, NCCL exports a handle of the memory, and each peer maps the buffer at an address of its
+// own. NVLink's switch and the network use the owner's address. So buffers that are not windows use
+// private memory, with the properties of memory from ncclMemAlloc. Shards and gradients do not:
+// when a user copies into them from another GPU, PyTorch lets that GPU write.
 #pragma once
 
 #include <cstddef>

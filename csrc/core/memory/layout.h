@@ -179,7 +179,7 @@ class UnitLayout {
   std::size_t gradient_bytes() const { return gradient_bytes_; }    // of the flat gradient
 
   std::size_t trainable_count() const { return trainable_count_; }
-  // The dtype of a parameter's sharded gradient.
+  // The dtype in which a parameter's reduced gradient is stored.
   DType grad_dtype_of(const ParamSpec& param) const {
     return param.grad_dtype.value_or(grad_dtype_);
   }

@@ -1,5 +1,5 @@
-// Buffers that their own device alone can access: Note [private memory] in comm/nccl/nccl_paths.h.
-// The driver is that of fake_driver, and NCCL that of fake_nccl.
+// Tests of buffers in private memory: Note [private memory] in comm/nccl/nccl_paths.h. They use the
+// driver of fake_driver.cpp and the NCCL of fake_nccl.cpp.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -120,8 +120,8 @@ TEST_F(PrivateMemory, IsForBuffersThatNoWindowAndNoUserNeeds) {
   }
 }
 
-// NCCL exports its handle to peers and registers it with the network, so it needs the properties
-// of NCCL's own memory.
+// NCCL exports a handle of private memory to peers, and registers the memory with the network. Both
+// need the properties that memory from ncclMemAlloc has.
 TEST_F(PrivateMemory, IsAsNcclsExceptThatItsDeviceAloneHasAccess) {
   EXPECT_EQ(on_lanes(22809, nccl::kUndefined,
                      [](const Lane& lane) {

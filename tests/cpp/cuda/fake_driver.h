@@ -1,5 +1,5 @@
-// The driver's functions for virtual memory, over memory of the host. Calls in an order that the
-// driver refuses are errors here, too.
+// The driver's functions for virtual memory, implemented with host memory. They refuse calls in an
+// order that the driver refuses.
 #pragma once
 
 #include <cuda.h>
