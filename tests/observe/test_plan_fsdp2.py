@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.planned import FAST, Block, Net
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -200,7 +201,7 @@ LLAMA_8B = (32, 4096, 1024, 14336)
 LLAMA_70B = (80, 8192, 1024, 28672)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}])
+@pytest.mark.parametrize("options", [{}, *exhaustive({"offload_policy": CPUOffloadPolicy()})])
 @pytest.mark.parametrize("own_units", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "ranks", "replicas"),
