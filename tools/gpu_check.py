@@ -179,7 +179,7 @@ def build_part() -> list[Step]:
     others = [option for test in elsewhere for option in ("--ignore", test)]
     # Most tests start processes of their own, which take seconds.
     has_xdist = importlib.util.find_spec("xdist") is not None
-    at_once = ["-n", "4"] if has_xdist else []
+    at_once = ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))] if has_xdist else []
     note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
     return [
         of_machine("environment", 30),
