@@ -18,7 +18,7 @@ No step is in two parts, but for the build and the trials of the machine.
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
 machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in dist/. Each step has
-a time limit. The limits of a part add up to less than nine minutes (those of the first with a
+a time limit. The limits of a part add up to less than nine minutes (those of first and bench with a
 wheel), and no step begins that cannot end in time. Time that earlier steps leave goes to the steps
 that may need it. After every step the results so far are written to
 <out>/<device>-<part>-<date>.json, and all output to a .log file beside it. The folder is $OUT if it
@@ -152,15 +152,15 @@ def first_part() -> list[Step]:
     return [
         of_machine("environment", 30),  # first, so that a failure of the machine is seen as one
         Step("each kernel", [*PYTEST, SMOKE, "-k", "not models"], 40, {}),
-        train("two models", SMOKE, 80, "-k", "models"),
-        bench("pack", 50),
-        bench("step", 90),
-        Step("trace", [sys.executable, "tools/gpu_trace.py"], 40, {}, quick=True),
+        train("two models", SMOKE, 60, "-k", "models"),
+        bench("pack", 30),
+        bench("step", 60),
+        Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
         of_machine(TRIAL, 40, "--ranks", "2"),
         train(
             "parity of two ranks",
             PARITY,
-            110,
+            150,
             "-k",
             TWO_RANKS,
             takes_spare=True,
@@ -232,7 +232,7 @@ def parity_part() -> list[Step]:
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
         ),
-        sanitize("memcheck", 60),
+        sanitize("memcheck", 40),
         sanitize("initcheck", 45),
     ]
 
@@ -240,15 +240,15 @@ def parity_part() -> list[Step]:
 def bench_part() -> list[Step]:
     """Return the other benchmarks that measure something on one GPU."""
     return [
-        bench("host_overhead", 40, "--quick", not_emulated=LARGE),
-        bench("optimizer", 20, "--quick", not_emulated=LARGE),
+        bench("host_overhead", 130, "--quick", not_emulated=LARGE),
+        bench("optimizer", 35, "--quick", not_emulated=LARGE),
         bench("overlap", 50, "--quick", not_emulated=LARGE),
         bench("memory", 70),
         bench("step", 100, "--compile", name="compiled step"),
         Step(
             "module loading",
             [sys.executable, "tools/gpu_loading.py"],
-            30,
+            45,
             {},
             json=True,
             takes_spare=True,
