@@ -19,7 +19,9 @@
 // Note [shards and gradients in windows]
 // NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
 // shards, and reductions that need no further work write the flat gradients. So when memory is
-// planned, where all ranks are together, these tensors move into memory of the lane's communicator.
+// planned, where all ranks are together, shards move into memory of the lane's communicator.
+// Gradients do so only if the lane's reductions are faster then, which those by a ring are not,
+// because they can no longer be lent: Note [lent gradients] in core/reduce/reducer.h.
 // Blocks of a bounded size have several buckets each, because NCCL maps every allocation on peers,
 // and the host's launches take longer with each mapping. Buckets move one block after the other, so
 // old and new memory exist together for one block alone. A block is freed with its last tensor. If
@@ -141,6 +143,11 @@ class Lane {
   // Whether `memory` lies in memory that is registered with the communicator.
   bool is_registered(const void* memory) const {
     return registered_ != nullptr && registered_->holds(memory);
+  }
+
+  // Whether collectives of this lane are faster if their output is registered.
+  bool speeds_up_outputs() const {
+    return registered_ != nullptr && registered_->speeds_up_outputs();
   }
 
   int registered_buffers() const { return registered_ != nullptr ? registered_->count() : 0; }

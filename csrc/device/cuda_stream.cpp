@@ -293,11 +293,11 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaMoments>(index_, timeout_, compute_);
   }
 
-  std::shared_ptr<void> allocate(std::size_t bytes) override {
+  std::shared_ptr<void> allocate_for(Stream& stream, std::size_t bytes) override {
     FSDP_CHECK(capture() == 0, "A CUDA graph capture would allocate ", bytes,
                " bytes, but all buffers must exist before it. Run a few whole steps before "
                "capturing one.");
-    return framework_.allocate(index_, bytes);
+    return framework_.allocate(index_, bytes, stream.native_handle());
   }
 
   Allocator allocator_like(const void* sample) override {

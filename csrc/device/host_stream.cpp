@@ -129,7 +129,7 @@ class HostDevice final : public Device {
 
   std::unique_ptr<Moments> new_moments() override { return std::make_unique<HostMoments>(); }
 
-  std::shared_ptr<void> allocate(std::size_t bytes) override {
+  std::shared_ptr<void> allocate_for(Stream& /*stream*/, std::size_t bytes) override {
     constexpr std::size_t kCacheLine = 64;
     const std::size_t rounded = (bytes / kCacheLine + 1) * kCacheLine;
     void* memory = rounded > bytes ? std::aligned_alloc(kCacheLine, rounded) : nullptr;

@@ -187,7 +187,11 @@ class Device {
   // was issued to the compute stream earlier, so another stream waits for the compute stream before
   // it uses new memory. Memory is freed only after the compute stream, or the host, has waited for
   // the work of other streams on it.
-  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+  std::shared_ptr<void> allocate(std::size_t bytes) {
+    return allocate_for(compute_stream(), bytes);
+  }
+  // The same for another stream that was the compute stream, and is in place of it.
+  virtual std::shared_ptr<void> allocate_for(Stream& stream, std::size_t bytes) = 0;
 
   // Allocates memory at once, outside the order of streams. The owner waits for all work on the
   // memory before freeing it. Returns null if there is too little.
@@ -294,10 +298,10 @@ std::unique_ptr<Device> make_host_device(std::chrono::milliseconds timeout,
                                          HostStreams streams = HostStreams::Threads);
 
 // The parts of the framework that this extension uses on a shared GPU: its current stream, and its
-// allocator, so that the framework accounts for our memory.
+// allocator, so that the framework accounts for our memory. Streams are native handles.
 struct CudaFramework {
   void* (*current_stream)(int device) = nullptr;
-  std::shared_ptr<void> (*allocate)(int device, std::size_t bytes) = nullptr;
+  std::shared_ptr<void> (*allocate)(int device, std::size_t bytes, void* stream) = nullptr;
   void (*free_cached)() = nullptr;  // may be null
 };
 

@@ -15,11 +15,12 @@ void* current_stream(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
 }
 
-// On the current stream: see Note [memory and the compute stream].
-std::shared_ptr<void> allocate(int device, std::size_t bytes) {
+// See Note [memory and the compute stream].
+std::shared_ptr<void> allocate(int device, std::size_t bytes, void* stream) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   try {
-    return {c10::cuda::CUDACachingAllocator::raw_alloc(bytes),
+    return {c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(
+                bytes, static_cast<cudaStream_t>(stream)),
             [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
   } catch (const c10::OutOfMemoryError& error) {
     throw Error(detail::concat(

@@ -14,6 +14,9 @@ namespace {
 void release(void* kept_owner) { delete static_cast<std::shared_ptr<void>*>(kept_owner); }
 
 at::DataPtr data_ptr_of(void* data, std::shared_ptr<void> owner, at::Device device) {
+  if (data == nullptr) {
+    return {nullptr, device};
+  }
   return {data, new std::shared_ptr<void>(std::move(owner)), &release, device};
 }
 
@@ -93,13 +96,19 @@ at::Tensor FlatTensor::like(const at::Tensor& flat, std::shared_ptr<void> memory
 
 // `flat_` is all of its storage.
 void FlatTensor::move(std::shared_ptr<void> memory) {
-  reclaim();
-  const at::NoGradGuard no_grad;
-  at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
-  if (flat_.is_cuda()) {
-    // Its old memory may belong to another stream, and is freed before this one has read it.
-    flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
+  if (data_ != nullptr) {
+    reclaim();
+    const at::NoGradGuard no_grad;
+    at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
+    if (flat_.is_cuda()) {
+      // Its old memory may belong to another stream, and is freed before this one has read it.
+      flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
+    }
   }
+  set_memory(std::move(memory));
+}
+
+void FlatTensor::set_memory(std::shared_ptr<void> memory) {
   data_ = memory.get();
   owner_ = std::move(memory);
   set_data(flat_.storage(), data_, owner_);

@@ -38,8 +38,10 @@ class FlatTensor {
   const at::Tensor& flat() const { return flat_; }
   void* data() const { return flat_.data_ptr(); }
 
-  // Copies the content into `memory`, where it stays from now on.
+  // Copies the content, if there is any, into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
+  // Gives the tensor and its parts other memory, without the content. It may be null.
+  void set_memory(std::shared_ptr<void> memory);
   // Takes the tensor and its parts back to their own memory, with their content, if share_memory_()
   // gave them other memory. It compares one pointer for each part, so every forward can call it.
   // If the whole tensor is written, as a flat parameter is, parts may be out of date.

@@ -23,6 +23,11 @@ void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_
   is_of_flat_parameter_ = is_of_flat_parameter;
   clear_padding();
   this->make();
+  std::size_t bytes = 0;
+  for (const Gradient& gradient : gradients_) {
+    bytes += THPVariable_Unpack(gradient.local.ptr()).nbytes();
+  }
+  has_padding_ = bytes < flat_.flat().nbytes();
 }
 
 std::size_t ShardedGradients::Gradient::references() const {
@@ -74,6 +79,14 @@ void ShardedGradients::renew(std::shared_ptr<void> memory) {
   }
   if (!is_shared_ || gradients_.empty()) {
     make();
+  }
+}
+
+void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
+  flat_.set_memory(std::move(memory));
+  if (flat_.data() != nullptr && (has_padding_ || is_of_flat_parameter_)) {
+    const at::NoGradGuard no_grad;
+    flat_.flat().zero_();
   }
 }
 

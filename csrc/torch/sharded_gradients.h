@@ -55,6 +55,8 @@ class ShardedGradients {
   void move(std::shared_ptr<void> memory) { flat_.move(std::move(memory)); }
   // Makes new gradients in `memory`: UnitPort::renew_gradient. Takes the GIL.
   void renew(std::shared_ptr<void> memory);
+  // UnitPort::set_gradient_memory. The gradients stay the same tensors.
+  void set_memory(std::shared_ptr<void> memory);
   // Copies a gradient that the user has set into gradient i. Takes the GIL.
   void copy_from(std::size_t i, const at::Tensor& gradient);
   // Undoes share_memory_(): FlatTensor::reclaim.
@@ -95,6 +97,7 @@ class ShardedGradients {
   std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;
+  bool has_padding_ = false;  // elements of no gradient, which stay zero for flat operations
 };
 
 }  // namespace fsdp

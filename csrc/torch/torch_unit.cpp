@@ -383,6 +383,27 @@ bool TorchUnit::has_held_gradients() {
   return false;
 }
 
+bool TorchUnit::uses_gradient_memory() {
+  if (gradients_.is_released() || gradients_.is_shared()) {
+    return !parameters_.trainable().empty();
+  }
+  for (std::size_t i = 0; i < gradients_.count(); ++i) {
+    if (parameters_.gradient_owner(i).grad().is_same(gradients_.at(i)) || gradients_.is_held(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+at::Tensor TorchUnit::share_flat_gradient() {
+  if (const auto root = root_.lock(); root != nullptr && gradients_.data() == nullptr) {
+    Device& device = *root->lanes().device;
+    Bucket& bucket = *root->pipeline().unit(number_).bucket;
+    bucket.renew_gradients(bucket.allocate_gradients(device, device.compute_stream()));
+  }
+  return gradients_.share();
+}
+
 std::vector<bool> TorchUnit::shows_gradients() const {
   std::vector<bool> shows(layout_.params().size());
   for (std::size_t i = 0; i < gradients_.count() && !gradients_.is_released(); ++i) {

@@ -148,6 +148,8 @@ class TorchUnit final : public UnitPort,
   // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
   // versa.
   void carry_gradient_settings();
+  // Returns the flat gradient for the user: ShardedGradients::share.
+  at::Tensor share_flat_gradient();
   // For each parameter of the layout: whether its .grad is a part of the flat gradient.
   std::vector<bool> shows_gradients() const;
   // Changes when shows_gradients() changes, and when the unit makes new gradient tensors.
@@ -194,6 +196,10 @@ class TorchUnit final : public UnitPort,
   void drop_gradients() override;
   bool keeps_gradients() override { return shown_.is_enabled(); }
   bool has_held_gradients() override;
+  bool uses_gradient_memory() override;
+  void set_gradient_memory(std::shared_ptr<void> memory) override {
+    gradients_.set_memory(std::move(memory));
+  }
   void renew_gradient(std::shared_ptr<void> memory) override {
     gradients_.renew(std::move(memory));
   }

@@ -97,6 +97,8 @@ class FakeUnit final : public UnitPort {
   void drop_gradients() override { gradients_.assign(2, {}); }
   bool has_held_gradients() override { return false; }
   void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
+  bool uses_gradient_memory() override { return true; }
+  void set_gradient_memory(std::shared_ptr<void> memory) override { gradient_ = std::move(memory); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }

@@ -33,7 +33,9 @@ class RecordingDevice final : public Device {
   }
   std::unique_ptr<Event> new_event() override { return host_->new_event(); }
   std::unique_ptr<Moments> new_moments() override { return host_->new_moments(); }
-  std::shared_ptr<void> allocate(std::size_t bytes) override { return host_->allocate(bytes); }
+  std::shared_ptr<void> allocate_for(Stream& stream, std::size_t bytes) override {
+    return host_->allocate_for(stream, bytes);
+  }
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
     host_->fill(stream, data, value, bytes);
   }

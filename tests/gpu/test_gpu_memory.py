@@ -89,6 +89,74 @@ def test_memory_is_fixed_on_two_ranks() -> None:
     run_ranks(_memory_is_fixed, 2, 2, timeout=100.0, device="cuda")
 
 
+def _gradients_are_lent() -> None:
+    os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
+    model = _model()
+    layers: Any = list(model)
+    for layer in layers:
+        fully_shard(layer, bucket_bytes=0)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(8, WIDTH, device="cuda")
+
+    def step(*, sets_to_none: bool = True) -> int:
+        """Train a step, and return the bytes that are allocated where backward begins."""
+        loss = model(x).square().mean()
+        at_loss = torch.cuda.memory_allocated()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=sets_to_none)
+        return at_loss
+
+    step()
+    lent = step()
+    assert step(sets_to_none=False) == lent
+    of_layer = WIDTH * (WIDTH + 1) * 4 // dist.get_world_size()
+    kept = step()  # gradients are added to zeros
+    assert LAYERS * of_layer <= kept - lent <= LAYERS * (of_layer + ROUNDING)
+
+    model(x).square().mean().backward()
+    held = layers[2].weight.grad
+    before = held.full_tensor().cpu()
+    optimizer.zero_grad()
+    one = step() - lent
+    assert of_layer <= one <= of_layer + ROUNDING
+    assert held.full_tensor().cpu().equal(before)
+    del held, before
+    step()
+    assert step() == lent
+
+    # The forward still finds gradients, and the backward finds none.
+    seen: list[int] = []
+    layers[-1].register_full_backward_pre_hook(
+        lambda *_: seen.append(torch.cuda.memory_allocated())
+    )
+    model(x).square().mean().backward()
+    seen.clear()
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    with_gradients = torch.cuda.memory_allocated()
+    loss.backward()
+    assert with_gradients - seen[0] >= (LAYERS - 1) * of_layer
+
+    # Whoever asks for the flat gradient may use it from then on.
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    _, flat = layers[0].flat_shard()
+    flat.fill_(3)
+    loss.backward()
+    optimizer.zero_grad()
+    model(x).square().mean()
+    assert flat.isfinite().all()
+    assert not flat.eq(3).any()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_take_no_memory_while_there_are_none(world_size: int) -> None:
+    run_ranks(_gradients_are_lent, world_size, timeout=100.0, device="cuda")
+
+
 def _too_little_memory() -> None:
     model: Any = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

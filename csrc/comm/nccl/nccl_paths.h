@@ -64,6 +64,11 @@ struct LanePath {
     const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;
     return is_input ? symmetric_inputs : symmetric_outputs;
   }
+  // Whether the path reads or writes registered outputs in another way than others. A ring does
+  // not: it receives into buffers of its own, and adds from there.
+  bool needs_registered_outputs() const {
+    return symmetric_outputs || settings.cta_policy == nccl::kEfficiencyPolicy;
+  }
   // See Note [private memory].
   bool is_private(BufferUse use) const {
     const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;

@@ -70,6 +70,8 @@ class BucketReduction {
   const std::unique_ptr<Event> reduced_;
   bool is_pending_ = false;  // the compute stream has not waited for `reduced_` yet
   bool into_window_ = false;
+  // The native handle of the compute stream whose allocator has the flat gradient's memory.
+  void* gradient_stream_ = nullptr;
 };
 
 }  // namespace fsdp

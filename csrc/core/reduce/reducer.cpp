@@ -91,7 +91,7 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   std::vector<Lane::Movable> gradients;
   for (const auto& bucket : buckets) {
     // The scale may change before memory is planned again.
-    if (bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
+    if (lane_.speeds_up_outputs() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
         reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
       gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
                            [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
@@ -101,6 +101,7 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     bucket->reduction.into_window_ =
         bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
+    bucket->reduction.gradient_stream_ = device_.compute_stream().native_handle();
   }
 }
 
@@ -186,7 +187,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
     wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
   }
-  leave_held_gradients(bucket);
+  find_gradient_memory(bucket);
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.ranges.reduce);
   const Reduction reduction = begin_reduction(bucket, units, in_place);

@@ -39,6 +39,14 @@
 // to it from a unit inside, before autograd makes these gradients. That is so around a few large
 // buckets, such as an embedding. Each rank decides by itself.
 //
+// Note [lent gradients]
+// Activations are largest where backward begins, and sharded gradients do not exist there yet. So
+// on a GPU a forward or backward that begins takes the memory of a bucket's flat gradient away, if
+// no gradient is in .grad, and no user holds one. It comes from the allocator of activations and
+// returns to it. The bucket's reduction allocates it again, which takes no longer than for another
+// tensor. Gradients keep their memory if they are registered (Note [shards and gradients in
+// windows]), captured by a CUDA graph or offloaded, or if the user has asked for the flat gradient.
+//
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
 // same streams, and the compute stream of a gradient's hook is the stream that the gradient arrived
@@ -89,6 +97,8 @@ class Reducer {
   // Moves flat gradients into registered memory.
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
+  // See Note [lent gradients]. Between passes.
+  void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
   // streams].
   void note_arrival(Bucket& bucket);
@@ -204,7 +214,7 @@ class Reducer {
   static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
                                          const void* const* gradients, DType dtype);
   void wait_for_gradients(const Bucket& bucket);
-  void leave_held_gradients(Bucket& bucket);
+  void find_gradient_memory(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);
   void finish(const Reduction& reduction, std::size_t piece, const void* output);

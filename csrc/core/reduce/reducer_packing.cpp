@@ -6,16 +6,42 @@
 
 namespace fsdp {
 
-// The compute stream copies from gradients of the old memory.
-void Reducer::leave_held_gradients(Bucket& bucket) {
+// See Note [lent gradients]. Reductions that the compute stream has not waited for still write.
+void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  if (device_.is_host() || device_.is_capturing()) {
+    return;
+  }
+  void* const stream = device_.compute_stream().native_handle();
+  for (const auto& bucket : buckets) {
+    const BucketReduction& reduction = bucket->reduction;
+    if (!bucket->layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
+        reduction.gradient_stream_ == stream && !bucket->has_lent_gradients()) {
+      bucket->lend_gradients();
+    }
+  }
+}
+
+// The compute stream copies from gradients of the old memory. At this moment it may be a stream of
+// the user: Note [gradients of several streams].
+void Reducer::find_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
-  if (std::none_of(bucket.units.begin(), bucket.units.end(), is_held)) {
+  const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
+  if (!is_any_held && !bucket.has_lent_gradients()) {
     return;
   }
   if (bucket.reduction.is_pending_) {
     device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
   }
-  bucket.renew_gradients(device_);
+  Stream& compute = device_.compute_stream();
+  void* const owner = bucket.reduction.gradient_stream_;
+  if (owner == compute.native_handle()) {
+    bucket.renew_gradients(bucket.allocate_gradients(device_, compute));
+    return;
+  }
+  Stream& other = device_.stream_of(owner);
+  const std::shared_ptr<void> memory = bucket.allocate_gradients(device_, other);
+  streams_.order_after(compute, other, bucket.reduction.label);
+  bucket.renew_gradients(memory);
 }
 
 // Returns the stream that packs the bucket, ordered after the compute stream. Packing into the

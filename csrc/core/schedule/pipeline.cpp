@@ -78,6 +78,9 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
     finish_recording();
   }
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
+  if (with_gradient) {
+    lend_gradients();
+  }
   gatherer_.begin_iteration();
   forward_order_.begin_forward(/*forgets_all=*/has_changed);
   forward_keeps_ = with_gradient;
@@ -85,6 +88,13 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
+}
+
+// A CUDA graph writes gradients where they were when it was captured.
+void Pipeline::lend_gradients() {
+  if (!gatherer_.has_been_captured()) {
+    reducer_.lend_gradients(buckets());
+  }
 }
 
 void Pipeline::end_forward(bool with_gradient) try {
@@ -233,6 +243,7 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());
+  lend_gradients();
   reducer_.begin_backward();
   reduction_order_.begin_backward(backward_order_.steps());
   passes_.begin_backward();

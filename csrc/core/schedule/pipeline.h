@@ -125,6 +125,7 @@ class Pipeline {
     const std::string& label;
   };
 
+  void lend_gradients();
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);

@@ -50,14 +50,16 @@ char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
   return nullptr;
 }
 
+// Units without memory (Note [lent gradients]) are adjacent to each other.
 bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
   const char* place = first_of(units, flat);
+  const bool has_memory = place != nullptr;
   for (const Unit* unit : units) {
     const std::size_t bytes = flat.bytes(unit->layout);
     if (bytes > 0 && (unit->port.*flat.address)() != place) {
       return false;
     }
-    place += bytes;
+    place += has_memory ? bytes : 0;
   }
   return true;
 }
@@ -74,16 +76,17 @@ void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
   }
 }
 
-std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& device) {
-  const std::size_t bytes = kGradients.bytes(layout);
-  return layout.is_offloaded() ? device.allocate_on_host(bytes) : device.allocate(bytes);
-}
-
 std::shared_ptr<void> allocate_shards(const UnitLayout& layout, Communicator& communicator,
                                       Device& device) {
   const std::size_t bytes = kShards.bytes(layout);
   return layout.is_offloaded() ? device.allocate_on_host(bytes)
                                : communicator.allocate_alone(device, bytes, BufferUse::Shard);
+}
+
+std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& device, Stream& stream) {
+  const std::size_t bytes = kGradients.bytes(layout);
+  return layout.is_offloaded() ? device.allocate_on_host(bytes)
+                               : device.allocate_for(stream, bytes);
 }
 
 // See Note [moving shards].
@@ -93,7 +96,7 @@ void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout,
     move_into(units, kShards, allocate_shards(layout, communicator, device));
   }
   if (!are_adjacent(units, kGradients)) {
-    move_into(units, kGradients, allocate_gradients(layout, device));
+    move_into(units, kGradients, allocate_gradients(layout, device, device.compute_stream()));
   }
 }
 
@@ -149,11 +152,30 @@ void Bucket::move_gradients(const std::shared_ptr<void>& memory) {
   move_into(units, kGradients, memory);
 }
 
-void Bucket::renew_gradients(Device& device) {
-  const std::shared_ptr<void> memory = allocate_gradients(layout, device);
+void Bucket::lend_gradients() {
+  const auto uses = [](const Unit* unit) { return unit->port.uses_gradient_memory(); };
+  if (std::any_of(units.begin(), units.end(), uses)) {
+    return;
+  }
+  for (Unit* unit : units) {
+    unit->port.set_gradient_memory(nullptr);
+  }
+}
+
+std::shared_ptr<void> Bucket::allocate_gradients(Device& device, Stream& stream) const {
+  return fsdp::allocate_gradients(layout, device, stream);
+}
+
+void Bucket::renew_gradients(const std::shared_ptr<void>& memory) {
+  const bool has_lent = has_lent_gradients();
   auto* place = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
-    unit->port.renew_gradient(std::shared_ptr<void>(memory, place));
+    const std::shared_ptr<void> part(memory, place);
+    if (has_lent && !unit->port.has_held_gradients()) {
+      unit->port.set_gradient_memory(part);
+    } else {
+      unit->port.renew_gradient(part);
+    }
     place += kGradients.bytes(unit->layout);
   }
 }

@@ -20,9 +20,10 @@ class UnitPort {
   virtual void show_unsharded() = 0;  // as after attach
 
   virtual void* flat_shard() = 0;     // layout.shard_bytes()
-  virtual void* flat_gradient() = 0;  // layout.gradient_bytes()
+  virtual void* flat_gradient() = 0;  // layout.gradient_bytes(), or null: Note [lent gradients]
 
-  // Copies the content into `memory`, where it stays from now on: Note [moving shards].
+  // Copies the content, if there is any, into `memory`, where it stays from now on: Note [moving
+  // shards].
   virtual void move_shard(std::shared_ptr<void> memory) = 0;
   virtual void move_gradient(std::shared_ptr<void> memory) = 0;
 
@@ -51,6 +52,11 @@ class UnitPort {
   // Makes new sharded gradients in `memory`. Their values are undefined. Holders of the old ones
   // keep the old memory.
   virtual void renew_gradient(std::shared_ptr<void> memory) = 0;
+
+  // Whether a sharded gradient is in .grad, or a user may read one elsewhere.
+  virtual bool uses_gradient_memory() = 0;
+  // Gives the sharded gradients this memory, with undefined values. Null takes their memory away.
+  virtual void set_gradient_memory(std::shared_ptr<void> memory) = 0;
 
   // Whether trainable parameter i has a sharded gradient, to which a new one is added.
   virtual bool has_sharded_gradient(std::size_t i) = 0;

@@ -46,7 +46,7 @@ void register_unit(py::module_& m) {
       .def("shows_gradients", &TorchUnit::shows_gradients)
       .def_property_readonly("gradients_version", &TorchUnit::gradients_version)
       .def("flat_gradient", [](TorchUnit& unit) { return unit.gradients().flat(); })
-      .def("share_flat_gradient", [](TorchUnit& unit) { return unit.gradients().share(); })
+      .def("share_flat_gradient", &TorchUnit::share_flat_gradient)
       .def("pre_forward_hook",
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(

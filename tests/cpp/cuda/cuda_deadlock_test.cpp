@@ -54,7 +54,7 @@ class WatchedRank {
   WatchedRank(int number, int size, const nccl::UniqueId& id, milliseconds timeout, Shared& shared)
       : number(number), shared_(shared) {
     compute_stream = new_stream("compute");
-    device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
+    device = make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
     NcclOptions options{number, size, timeout, /*register_buffers=*/false};
     options.lanes = std::make_shared<DeviceLanes>();
     options.deadlocks = std::make_shared<DeadlockThread>(

@@ -473,6 +473,60 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
   }
 }
 
+// See Note [lent gradients]. The unit's memory is NaN whenever it is new.
+TEST(CudaReductions, GradientsLendTheirMemoryWhileThereAreNone) {
+  const auto count_lent = [](Rank& rank) {
+    return std::count_if(rank.units.begin(), rank.units.end(),
+                         [](const auto& unit) { return unit->flat_gradient() == nullptr; });
+  };
+  for (const Setting setting : {Setting{2, kDirectBytes}, Setting{2, kDirectBytes, 2, 3},
+                                Setting{2, 300, 1, 0, 2}, Setting{1, 300}}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      const auto all = static_cast<std::ptrdiff_t>(rank.units.size());
+      const auto pass = [&](int step) {
+        const std::vector<CallId> calls = rank.forward();
+        const std::ptrdiff_t lent = count_lent(rank);
+        rank.backward(calls, static_cast<float>(r + 1 + step));
+        EXPECT_EQ(count_lent(rank), 0);
+        return lent;
+      };
+      const auto end_step = [&](int step) {
+        for (auto& unit : rank.units) {
+          unit->read_gradients(mean_of(setting.ranks(), step));
+          unit->zero_grad();
+        }
+      };
+      EXPECT_EQ(pass(0), all);
+      end_step(0);
+      EXPECT_EQ(pass(1), all);  // in the buckets that the first step has recorded
+      end_step(1);
+      rank.units[1]->is_gradient_held = true;
+      const std::ptrdiff_t beside = pass(2);
+      EXPECT_EQ(beside,
+                all - static_cast<std::ptrdiff_t>(rank.pipeline->unit(1).bucket->units.size()));
+      end_step(2);
+      rank.units[1]->is_gradient_held = false;
+      EXPECT_EQ(pass(3), all);
+      EXPECT_EQ(pass(4), 0);  // gradients are added to those in .grad
+      for (auto& unit : rank.units) {
+        unit->read_gradients(mean_of(setting.ranks(), 3) + mean_of(setting.ranks(), 4));
+        unit->zero_grad();
+      }
+      rank.pipeline->options().is_last_backward = false;
+      pass(5);
+      for (auto& unit : rank.units) {
+        unit->zero_grad();
+      }
+      EXPECT_EQ(pass(6), 0);  // the compute stream has not waited for what writes them
+    });
+  }
+}
+
+Setting by_switch(Setting setting) {
+  setting.reduces_by_switch = true;
+  return setting;
+}
+
 // See Note [shards and gradients in windows]. Without a cast, each gather reads the flat shard, and
 // each reduction writes the flat gradient.
 TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
@@ -481,7 +535,7 @@ TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
     nccl.registered_gathers = nccl.registered_reductions = nccl.plain_reductions = 0;
     std::atomic<std::uint64_t> gathers{0};
     std::atomic<std::uint64_t> reductions{0};
-    on_ranks({2, kDirectBytes, bucket_units}, [&](Rank& rank, int r) {
+    on_ranks(by_switch({2, kDirectBytes, bucket_units}), [&](Rank& rank, int r) {
       for (int step = 0; step < 3; ++step) {
         rank.step(static_cast<float>(r + 1 + step), mean_of(2, step));
         rank.optimizer_step();
@@ -538,7 +592,7 @@ TEST(CudaWindows, NothingIsCopiedForWindowsThatNcclCannotRegister) {
   std::uint64_t copied[2] = {};
   for (const bool fails : {false, true}) {
     fake().register_result = fails ? 3 : 0;
-    on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
+    on_ranks(by_switch({2, kDirectBytes}), [&](Rank& rank, int r) {
       for (int step = 0; step < 3; ++step) {
         rank.step(static_cast<float>(r + 1 + step), mean_of(2, step));
       }
@@ -559,7 +613,7 @@ TEST(CudaWindows, NothingIsCopiedForWindowsThatNcclCannotRegister) {
 TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
   FakeNccl& nccl = fake();
   nccl.plain_reductions = 0;
-  on_ranks({2, kDirectBytes}, [&](Rank& rank, int r) {
+  on_ranks(by_switch({2, kDirectBytes}), [&](Rank& rank, int r) {
     const auto in_window = [&rank](StreamUnit& unit) {
       return rank.lanes->reduce.is_registered(unit.flat_gradient());
     };

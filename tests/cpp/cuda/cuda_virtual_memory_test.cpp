@@ -59,7 +59,7 @@ class PrivateMemory : public ::testing::Test {
       ranks.push_back(std::async(std::launch::async, [&, r] {
         compute_stream = new_stream("compute");
         std::string message = message_of([&] {
-          const auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
+          const auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
           NcclOptions options{r, 2, kTimeout, /*register_buffers=*/true};
           options.gather.cta_policy = gather_policy;
           options.driver = 13000;

@@ -41,9 +41,9 @@ inline void* current_stream(int /*device*/) { return compute_stream; }
 
 // Work that is queued on the compute stream may still write new memory, and freed memory belongs to
 // that stream.
-inline std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
+inline std::shared_ptr<void> allocate_for(int /*device*/, std::size_t bytes, void* handle) {
   void* memory = std::malloc(bytes);
-  cudaStream_t stream = compute_stream;
+  auto* const stream = static_cast<cudaStream_t>(handle);
   enqueue(stream, [=] { std::memset(memory, 0xff, bytes); });
   return {memory, [stream, bytes](void* freed) {
             enqueue(stream, [=] {
@@ -51,6 +51,10 @@ inline std::shared_ptr<void> allocate(int /*device*/, std::size_t bytes) {
               std::free(freed);
             });
           }};
+}
+
+inline std::shared_ptr<void> allocate(std::size_t bytes) {
+  return allocate_for(0, bytes, compute_stream);
 }
 
 // Of gradients that this thread has allocated and not freed.
@@ -63,7 +67,7 @@ inline thread_local LiveGradients live_gradients;
 inline std::shared_ptr<void> allocate_gradient(std::size_t bytes) {
   live_gradients.bytes += bytes;
   live_gradients.most = std::max(live_gradients.most, live_gradients.bytes);
-  std::shared_ptr<void> memory = allocate(0, bytes);
+  std::shared_ptr<void> memory = allocate(bytes);
   void* const address = memory.get();
   return {address, [bytes, memory = std::move(memory)](void*) mutable {
             live_gradients.bytes -= bytes;
@@ -143,6 +147,17 @@ class StreamUnit final : public UnitPort {
   void drop_gradients() override { gradients_.assign(kParams, nullptr); }
   bool has_held_gradients() override { return is_gradient_held; }
   void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
+  bool uses_gradient_memory() override {
+    return is_gradient_held || std::count(has_gradient_.begin(), has_gradient_.end(), true) > 0;
+  }
+  void set_gradient_memory(std::shared_ptr<void> memory) override {
+    gradient_ = std::move(memory);
+    if (gradient_ != nullptr) {
+      run_where_flat([gradient = gradient(), numel = layout_.grad_numel()] {
+        std::fill_n(gradient, numel, NAN);
+      });
+    }
+  }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
@@ -190,7 +205,7 @@ class StreamUnit final : public UnitPort {
   void keep_gradients() {
     for (std::size_t param = 0; param < kParams; ++param) {
       kept_.push_back(
-          allocate(0, static_cast<std::size_t>(layout_.placements()[param].numel) * sizeof(float)));
+          allocate(static_cast<std::size_t>(layout_.placements()[param].numel) * sizeof(float)));
     }
   }
 
@@ -221,7 +236,7 @@ class StreamUnit final : public UnitPort {
   // The shard's or the gradient's. See Note [offloaded units] in core/memory/layout.h.
   std::shared_ptr<void> flat_memory(std::size_t bytes) const {
     return layout_.is_offloaded() ? std::shared_ptr<void>(std::malloc(bytes), &std::free)
-                                  : allocate(0, bytes);
+                                  : allocate(bytes);
   }
   void run_where_flat(std::function<void()> work) const {
     if (layout_.is_offloaded()) {
@@ -233,7 +248,9 @@ class StreamUnit final : public UnitPort {
 
   // The old memory is freed after it was read.
   void move(std::shared_ptr<void>& from, std::shared_ptr<void> to, std::size_t bytes) const {
-    run_where_flat([from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
+    if (from != nullptr) {
+      run_where_flat([from, to, bytes] { std::memcpy(to.get(), from.get(), bytes); });
+    }
     from = std::move(to);
   }
 
@@ -291,6 +308,8 @@ struct Setting {
   bool only_first_in_place = false;
   int large = -1;      // a unit that is larger than the others
   int times_rows = 5;  // by so much
+  // Reductions go by the switch, and their outputs have to be registered for that.
+  bool reduces_by_switch = false;
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -310,7 +329,7 @@ class Rank {
   Rank(int number, Setting setting, const Ids& ids, int layers, std::atomic<int>& wrong) {
     compute_stream = new_stream("compute");
     const int rank = number % setting.world_size;
-    lanes = connect(ids.of_set, rank, setting.world_size);
+    lanes = connect(ids.of_set, rank, setting.world_size, setting.reduces_by_switch);
     if (setting.sets > 1) {
       replicas = connect(ids.of_replicas, number / setting.world_size, setting.sets);
     }
@@ -428,10 +447,14 @@ class Rank {
 
   cudaStream_t side_stream = nullptr;
   std::size_t side_param = kParams;
-  static std::unique_ptr<Lanes> connect(const nccl::UniqueId& id, int rank, int size) {
-    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate});
-    auto [gather, reduce] =
-        make_nccl_communicators(api(), *device, id, {rank, size, kTimeout, true});
+  static std::unique_ptr<Lanes> connect(const nccl::UniqueId& id, int rank, int size,
+                                        bool reduces_by_switch = false) {
+    auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
+    NcclOptions options{rank, size, kTimeout, true};
+    if (reduces_by_switch) {
+      options.reduce.cta_policy = nccl::kEfficiencyPolicy;
+    }
+    auto [gather, reduce] = make_nccl_communicators(api(), *device, id, options);
     auto packer = std::make_unique<KernelPacker>(3, [](Stream& stream, std::function<void()> work) {
       enqueue(stream.native_handle(), std::move(work));
     });
