@@ -14,8 +14,8 @@ namespace {
 void release(void* kept_owner) { delete static_cast<std::shared_ptr<void>*>(kept_owner); }
 
 at::DataPtr data_ptr_of(void* data, std::shared_ptr<void> owner, at::Device device) {
-  if (data == nullptr) {
-    return {nullptr, device};
+  if (owner == nullptr) {
+    return {data, device};
   }
   return {data, new std::shared_ptr<void>(std::move(owner)), &release, device};
 }

@@ -396,10 +396,11 @@ bool TorchUnit::uses_gradient_memory() {
 }
 
 at::Tensor TorchUnit::share_flat_gradient() {
-  if (const auto root = root_.lock(); root != nullptr && gradients_.data() == nullptr) {
+  const auto root = root_.lock();
+  Bucket* const bucket = root != nullptr ? root->pipeline().unit(number_).bucket : nullptr;
+  if (bucket != nullptr && bucket->has_lent_gradients()) {
     Device& device = *root->lanes().device;
-    Bucket& bucket = *root->pipeline().unit(number_).bucket;
-    bucket.renew_gradients(bucket.allocate_gradients(device, device.compute_stream()));
+    bucket->renew_gradients(bucket->allocate_gradients(device, device.compute_stream()));
   }
   return gradients_.share();
 }
