@@ -14,15 +14,16 @@ each rank without any communication, on a machine that is as busy.
 
 "transport" is what the ranks communicate over. "ours" uses shared memory between ranks of one host,
 and "ours over gloo" uses the process group that the peers use. "kept gathered" does not reshard
-after forward. With --ranks 4 --replicas 2, all systems that shard do so within two sets of two
-ranks, and sum gradients over the sets (hybrid sharding). "of best peer" is the time divided by that
-of the fastest system that is not ours. "loss (off)" is the loss, and its difference to the loss of
-unsharded after as many steps. --compile measures unsharded, ours and FSDP2, each with and without
-torch.compile of its blocks; "of eager" is then the time divided by the same system's without it,
-and "graphs" says how many graphs Dynamo compiled, and how many of them after the second step.
---offload does the same for CPUOffloadPolicy, which on CPUs changes nothing for ours. Each peer has
-the best settings that its documentation names, and "FSDP2, defaults" has none. A system that cannot
-run here is listed with the first line of its error.
+after forward. All have PyTorch's AdamW; "ours, fsdp_ext.optim" has that of fsdp_ext. With --ranks 4
+--replicas 2, all systems that shard do so within two sets of two ranks, and sum gradients over the
+sets (hybrid sharding). "of best peer" is the time divided by that of the fastest system that is not
+ours. "loss (off)" is the loss, and its difference to the loss of unsharded after as many steps.
+--compile measures unsharded, ours and FSDP2, each with and without torch.compile of its blocks; "of
+eager" is then the time divided by the same system's without it, and "graphs" says how many graphs
+Dynamo compiled, and how many of them after the second step. --offload does the same for
+CPUOffloadPolicy, which on CPUs changes nothing for ours. Each peer has the best settings that its
+documentation names, and "FSDP2, defaults" has none. A system that cannot run here is listed with
+the first line of its error.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sha
     }
     # It calls collectives by names that torch 2.13 deprecates, with a warning at each call.
     warnings.filterwarnings("ignore", message=".*torch.distributed", category=FutureWarning)
-    optimizer = adamw(model.parameters(), device)
+    optimizer = adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def backward(loss: Tensor) -> None:
@@ -78,7 +78,7 @@ def shard_megatron(model: GPT, dtype: torch.dtype, device: torch.device) -> Shar
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     sharded, optimizer = fully_shard(
         model.to(dtype),
-        adamw(model.parameters(), device),
+        adamw(model.parameters()),
         device_mesh=mesh,
         dp_shard_dim="dp",
         fsdp_unit_modules=[Block],

@@ -1,7 +1,8 @@
 """The transformer that `step` and `memory` train, and how each system shards it.
 
 Each system has the best settings that its documentation names, and a row lists them.
-Each block is a unit, and the rest is the root unit. All systems have fp32 parameters and AdamW.
+Each block is a unit, and the rest is the root unit. All systems have fp32 parameters and PyTorch's
+AdamW, but for the one that has fsdp_ext.optim's.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=22, heads=14)
 MEDIUM = GPTConfig(vocabulary=2048, context=64, dim=512, layers=6, heads=8)
 SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 WARMUP = 3
+LEARNING_RATE = 1e-4
 KEPT = ", kept gathered"
 GLOO = "ours over gloo"
+FLAT = "ours, fsdp_ext.optim"
 COMPILED = ", compiled blocks"
 PREFETCHED = 2  # units that FSDP2 gathers ahead
 REDUCE_BUFFERS = 2  # FSDP2's reductions that may be in flight; its docstring recommends 2
@@ -50,9 +53,9 @@ class Sharded:
 Build = Callable[[GPT, torch.dtype, torch.device], Sharded]
 
 
-def adamw(parameters: Any, device: torch.device) -> torch.optim.Optimizer:
-    """Return the optimizer of all systems."""
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=device.type == "cuda")
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of systems that bring none."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
 def mesh_of(device: torch.device, replicas: int) -> DeviceMesh:
@@ -91,6 +94,7 @@ def shard_ours(
     transport: str | None = None,
     replicas: int = 1,
     offload: bool = False,
+    flat_steps: bool = False,
 ) -> Sharded:
     """Shard with fsdp_ext.
 
@@ -102,8 +106,9 @@ def shard_ours(
         transport: the transport of all units; None for the default.
         replicas: how many ranks have the same shard.
         offload: have shards and gradients on the host.
+        flat_steps: step with fsdp_ext.optim.
     """
-    from fsdp_ext import fully_shard
+    from fsdp_ext import fully_shard, optim
 
     policy = _offload_policy(device, offload)
     mesh = mesh_of(device, replicas)
@@ -114,7 +119,11 @@ def shard_ours(
         settings.append("no reshard after forward")
     if transport is not None:
         settings.append(f"transport={transport!r}")
-    return Sharded(model, ", ".join(settings) or "defaults")
+    optimizer = None
+    if flat_steps:
+        optimizer = optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        settings.append("fsdp_ext.optim.AdamW")
+    return Sharded(model, ", ".join(settings) or "defaults", optimizer)
 
 
 def shard_fsdp2(
@@ -225,6 +234,7 @@ def leave_unsharded(model: GPT, dtype: torch.dtype, device: torch.device) -> Sha
 SYSTEMS: dict[str, Build] = {
     "unsharded": leave_unsharded,
     "ours": shard_ours,
+    FLAT: partial(shard_ours, flat_steps=True),
     GLOO: partial(shard_ours, transport="process_group"),
     f"ours{KEPT}": partial(shard_ours, kept=True),
     "FSDP2": shard_fsdp2,
@@ -233,7 +243,7 @@ SYSTEMS: dict[str, Build] = {
     "FSDP1": shard_fsdp1,
     "DDP": replicate_ddp,
 }
-OF_ONE_RANK = ("unsharded", "ours", "FSDP2", "FSDP1")
+OF_ONE_RANK = ("unsharded", "ours", FLAT, "FSDP2", "FSDP1")
 WHOLE = ("unsharded", "DDP")  # each rank has the whole model
 
 
@@ -298,7 +308,7 @@ class Training:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.sharded = build(model, self.dtype, device)
         self.model: nn.Module = self.sharded.model
-        self.optimizer = self.sharded.optimizer or adamw(self.model.parameters(), device)
+        self.optimizer = self.sharded.optimizer or adamw(self.model.parameters())
         # All ranks have the same tokens, so that each loss is that of one replica.
         self.tokens = torch.randint(config.vocabulary, (batch, config.context), device=device)
 
