@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,7 +72,7 @@ class BucketReduction {
   bool is_pending_ = false;  // the compute stream has not waited for `reduced_` yet
   bool into_window_ = false;
   // The native handle of the compute stream whose allocator has the flat gradient's memory.
-  void* gradient_stream_ = nullptr;
+  std::optional<void*> gradient_stream_;
 };
 
 }  // namespace fsdp

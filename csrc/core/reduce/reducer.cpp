@@ -101,7 +101,9 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     bucket->reduction.into_window_ =
         bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
-    bucket->reduction.gradient_stream_ = device_.compute_stream().native_handle();
+    if (!bucket->reduction.gradient_stream_.has_value()) {
+      bucket->reduction.gradient_stream_ = device_.compute_stream().native_handle();
+    }
   }
 }
 

@@ -33,7 +33,7 @@ void Reducer::find_gradient_memory(Bucket& bucket) {
     device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
   }
   Stream& compute = device_.compute_stream();
-  void* const owner = bucket.reduction.gradient_stream_;
+  void* const owner = bucket.reduction.gradient_stream_.value();
   if (owner == compute.native_handle()) {
     bucket.renew_gradients(bucket.allocate_gradients(device_, compute));
     return;
