@@ -398,9 +398,8 @@ bool TorchUnit::uses_gradient_memory() {
 at::Tensor TorchUnit::share_flat_gradient() {
   const auto root = root_.lock();
   Bucket* const bucket = root != nullptr ? root->pipeline().unit(number_).bucket : nullptr;
-  if (bucket != nullptr && bucket->has_lent_gradients()) {
-    Device& device = *root->lanes().device;
-    bucket->renew_gradients(bucket->allocate_gradients(device, device.compute_stream()));
+  if (bucket != nullptr) {
+    root->pipeline().reducer().return_gradients(*bucket);
   }
   return gradients_.share();
 }

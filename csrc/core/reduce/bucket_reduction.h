@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,8 +70,7 @@ class BucketReduction {
   const std::unique_ptr<Event> reduced_;
   bool is_pending_ = false;  // the compute stream has not waited for `reduced_` yet
   bool into_window_ = false;
-  // The native handle of the compute stream whose allocator has the flat gradient's memory.
-  std::optional<void*> gradient_stream_;
+  void* waited_on_ = nullptr;  // the native handle of the compute stream that has waited last
 };
 
 }  // namespace fsdp

@@ -101,9 +101,6 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   for (const auto& bucket : buckets) {
     bucket->reduction.into_window_ =
         bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
-    if (!bucket->reduction.gradient_stream_.has_value()) {
-      bucket->reduction.gradient_stream_ = device_.compute_stream().native_handle();
-    }
   }
 }
 
@@ -376,6 +373,7 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     for (const auto& bucket : buckets) {
       if (bucket->reduction.is_pending_) {
         bucket->reduction.is_pending_ = false;
+        bucket->reduction.waited_on_ = device_.compute_stream().native_handle();
         wait_for_gradients(*bucket);
       }
     }

@@ -44,8 +44,10 @@
 // on a GPU a forward or backward that begins takes the memory of a bucket's flat gradient away, if
 // no gradient is in .grad, and no user holds one. It comes from the allocator of activations and
 // returns to it. The bucket's reduction allocates it again, which takes no longer than for another
-// tensor. Gradients keep their memory if they are registered (Note [shards and gradients in
-// windows]), captured by a CUDA graph or offloaded, or if the user has asked for the flat gradient.
+// tensor. The allocator has a pool for each stream, so memory is lent on the stream that it came
+// from (Unit::gradient_stream), and allocated for that stream wherever the reduction runs.
+// Gradients keep their memory if they are registered (Note [shards and gradients in windows]),
+// captured by a CUDA graph or offloaded, or if the user has asked for the flat gradient.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
@@ -99,6 +101,8 @@ class Reducer {
 
   // See Note [lent gradients]. Between passes.
   void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // Allocates them again, if they are lent, for a user who asks for them on the compute stream.
+  void return_gradients(Bucket& bucket);
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
   // streams].
   void note_arrival(Bucket& bucket);
@@ -215,6 +219,7 @@ class Reducer {
                                          const void* const* gradients, DType dtype);
   void wait_for_gradients(const Bucket& bucket);
   void find_gradient_memory(Bucket& bucket);
+  void renew_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);
   void finish(const Reduction& reduction, std::size_t piece, const void* output);

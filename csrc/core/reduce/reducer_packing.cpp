@@ -6,23 +6,35 @@
 
 namespace fsdp {
 
-// See Note [lent gradients]. Reductions that the compute stream has not waited for still write.
+// See Note [lent gradients]. Reductions that the compute stream has not waited for still write, as
+// after a backward() that was called on another stream.
 void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (device_.is_host() || device_.is_capturing()) {
     return;
   }
-  void* const stream = device_.compute_stream().native_handle();
+  Stream& compute = device_.compute_stream();
   for (const auto& bucket : buckets) {
     const BucketReduction& reduction = bucket->reduction;
     if (!bucket->layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
-        reduction.gradient_stream_ == stream && !bucket->has_lent_gradients()) {
+        bucket->gradient_stream() == compute.native_handle() && !bucket->has_lent_gradients()) {
+      if (reduction.waited_on_ != compute.native_handle()) {
+        compute.wait(*reduction.reduced_, reduction.label);
+      }
       bucket->lend_gradients();
     }
   }
 }
 
-// The compute stream copies from gradients of the old memory. At this moment it may be a stream of
-// the user: Note [gradients of several streams].
+void Reducer::return_gradients(Bucket& bucket) {
+  if (bucket.has_lent_gradients()) {
+    renew_gradients(bucket);
+    // If the user is on another stream, it has written zeros to padding.
+    streams_.order_after(device_.stream_of(bucket.gradient_stream()), device_.compute_stream(),
+                         bucket.reduction.label);
+  }
+}
+
+// The compute stream copies from gradients of the old memory.
 void Reducer::find_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
   const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
@@ -32,15 +44,17 @@ void Reducer::find_gradient_memory(Bucket& bucket) {
   if (bucket.reduction.is_pending_) {
     device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
   }
+  renew_gradients(bucket);
+}
+
+// The compute stream may be a stream of the user at this moment: Note [gradients of several
+// streams].
+void Reducer::renew_gradients(Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  void* const owner = bucket.reduction.gradient_stream_.value();
-  if (owner == compute.native_handle()) {
-    bucket.renew_gradients(bucket.allocate_gradients(device_, compute));
-    return;
-  }
-  Stream& other = device_.stream_of(owner);
-  const std::shared_ptr<void> memory = bucket.allocate_gradients(device_, other);
-  streams_.order_after(compute, other, bucket.reduction.label);
+  const bool is_owner = bucket.gradient_stream() == compute.native_handle();
+  Stream& owner = is_owner ? compute : device_.stream_of(bucket.gradient_stream());
+  const std::shared_ptr<void> memory = bucket.allocate_gradients(device_, owner);
+  streams_.order_after(compute, owner, bucket.reduction.label);
   bucket.renew_gradients(memory);
 }
 

@@ -89,15 +89,28 @@ std::shared_ptr<void> allocate_gradients(const UnitLayout& layout, Device& devic
                                : device.allocate_for(stream, bytes);
 }
 
+// Gradients stay in the memory of an earlier bucket if they are adjacent there.
+void make_gradients_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout,
+                             Device& device) {
+  const bool moves = !are_adjacent(units, kGradients);
+  if (moves) {
+    move_into(units, kGradients, allocate_gradients(layout, device, device.compute_stream()));
+  }
+  const bool has_memory = first_of(units, kGradients) != nullptr;
+  for (Unit* unit : units) {
+    if (moves || !has_memory || !unit->gradient_stream.has_value()) {
+      unit->gradient_stream = device.compute_stream().native_handle();
+    }
+  }
+}
+
 // See Note [moving shards].
 void make_adjacent(const std::vector<Unit*>& units, const UnitLayout& layout,
                    Communicator& communicator, Device& device) {
   if (!are_adjacent(units, kShards)) {
     move_into(units, kShards, allocate_shards(layout, communicator, device));
   }
-  if (!are_adjacent(units, kGradients)) {
-    move_into(units, kGradients, allocate_gradients(layout, device, device.compute_stream()));
-  }
+  make_gradients_adjacent(units, layout, device);
 }
 
 BucketBuffers buffers_of(const UnitLayout& layout, const std::vector<Unit*>& units,

@@ -57,9 +57,10 @@ struct Bucket {
   void lend_gradients();
   bool has_lent_gradients() const { return gradient_bytes() > 0 && flat_gradient() == nullptr; }
   // Gives the units' sharded gradients new memory: Note [held gradients], Note [lent gradients].
-  // `memory` is from allocate_gradients, for the stream whose allocator has it.
+  // `memory` is from allocate_gradients, for gradient_stream().
   std::shared_ptr<void> allocate_gradients(Device& device, Stream& stream) const;
   void renew_gradients(const std::shared_ptr<void>& memory);
+  void* gradient_stream() const { return *units.front()->gradient_stream; }
 
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;

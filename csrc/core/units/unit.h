@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <utility>
 
 #include "core/gather/unit_gather.h"
@@ -34,6 +35,8 @@ struct Unit : UnitConfig {
   std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
   std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
   std::size_t gradient_offset = 0;   // elements, in the bucket's segments
+  // The native handle of the compute stream whose allocator has the flat gradient's memory.
+  std::optional<void*> gradient_stream;
 
   UnitGather gather;
   BackwardProgress backward;
