@@ -96,14 +96,12 @@ at::Tensor FlatTensor::like(const at::Tensor& flat, std::shared_ptr<void> memory
 
 // `flat_` is all of its storage.
 void FlatTensor::move(std::shared_ptr<void> memory) {
-  if (data_ != nullptr) {
-    reclaim();
-    const at::NoGradGuard no_grad;
-    at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
-    if (flat_.is_cuda()) {
-      // Its old memory may belong to another stream, and is freed before this one has read it.
-      flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
-    }
+  reclaim();
+  const at::NoGradGuard no_grad;
+  at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
+  if (flat_.is_cuda()) {
+    // Its old memory may belong to another stream, and is freed before this one has read it.
+    flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
   }
   set_memory(std::move(memory));
 }

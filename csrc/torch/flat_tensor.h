@@ -38,7 +38,7 @@ class FlatTensor {
   const at::Tensor& flat() const { return flat_; }
   void* data() const { return flat_.data_ptr(); }
 
-  // Copies the content, if there is any, into `memory`, where it stays from now on.
+  // Copies the content into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
   // Gives the tensor and its parts other memory, without the content. It may be null.
   void set_memory(std::shared_ptr<void> memory);

@@ -82,6 +82,14 @@ void ShardedGradients::renew(std::shared_ptr<void> memory) {
   }
 }
 
+void ShardedGradients::move(std::shared_ptr<void> memory) {
+  if (flat_.data() != nullptr) {
+    flat_.move(std::move(memory));
+  } else {
+    set_memory(std::move(memory));
+  }
+}
+
 void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
   flat_.set_memory(std::move(memory));
   if (flat_.data() != nullptr && (has_padding_ || is_of_flat_parameter_)) {

@@ -51,8 +51,8 @@ class ShardedGradients {
   bool is_released() const { return gradients_.empty(); }
   bool is_shared() const { return is_shared_; }
 
-  // Copies the content into `memory`, where it stays from now on.
-  void move(std::shared_ptr<void> memory) { flat_.move(std::move(memory)); }
+  // UnitPort::move_gradient.
+  void move(std::shared_ptr<void> memory);
   // Makes new gradients in `memory`: UnitPort::renew_gradient. Takes the GIL.
   void renew(std::shared_ptr<void> memory);
   // UnitPort::set_gradient_memory. The gradients stay the same tensors.

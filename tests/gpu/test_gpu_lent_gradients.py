@@ -1,4 +1,4 @@
-"""Lent gradients come back in order with streams of the user."""
+"""Lent gradients come back in order with streams of the user, and their padding is zero."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ import torch
 from support.launcher import run_ranks
 from torch import Tensor, nn
 
-from fsdp_ext import fully_shard
+from fsdp_ext import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp_ext.optim import AdamW
 
 WIDTH = 33  # flat gradients have padding
 LAYERS = 4
 
 
+class _Layers(nn.Sequential):
+    def forward(self, x: Tensor, left_out: int = LAYERS) -> Tensor:
+        for index, layer in enumerate(self):
+            x = layer(x) if index != left_out else x
+        return x
+
+
 def _model(**options: Any) -> Any:
     os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+    model = _Layers(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
     layers: Any = list(model)
     for layer in layers:
         fully_shard(layer, **options)
@@ -115,3 +123,38 @@ def _planned_elsewhere() -> None:
 @pytest.mark.parametrize("worker", [_backward_elsewhere, _asked_elsewhere, _planned_elsewhere])
 def test_streams_of_the_user_are_ordered_with_lent_gradients(worker: Callable[[], None]) -> None:
     run_ranks(worker, 2, timeout=80.0, device="cuda")
+
+
+def _train_while_buckets_change(*, changes: bool) -> list[Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _model(mp_policy=policy)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    results = []
+
+    def backward(*, apart: bool, left_out: int = LAYERS) -> None:
+        model[1].set_reshard_after_forward(not (apart and changes), recurse=False)
+        model(_input(), left_out).float().square().mean().backward()
+
+    parameters = list(model.parameters())
+    for apart in (False, False, True, True, False):
+        backward(apart=apart)
+        norm: Any = clip_grad_norm_(parameters, 1.0)
+        results.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(results) == 4:
+            # Gradients of one unit stay lent, while the others exist.
+            backward(apart=True, left_out=1)
+    return results + _parameters(model)
+
+
+def _merge_with_lent() -> None:
+    expected = _train_while_buckets_change(changes=False)
+    got = _train_while_buckets_change(changes=True)
+    for want, have in zip(expected, got, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+@pytest.mark.timeout(90)
+def test_gradients_that_are_lent_may_move_to_another_bucket() -> None:
+    run_ranks(_merge_with_lent, 2, timeout=80.0, device="cuda")
