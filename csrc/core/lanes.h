@@ -20,8 +20,8 @@
 // NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
 // shards, and reductions that need no further work write the flat gradients. So when memory is
 // planned, where all ranks are together, shards move into memory of the lane's communicator.
-// Gradients do so only if the lane's reductions are faster then, which those by a ring are not,
-// because they can no longer be lent: Note [lent gradients] in core/reduce/reducer.h.
+// Registered gradients cannot be lent (Note [lent gradients] in core/reduce/reducer.h), so
+// gradients move only if that makes the lane's reductions faster. A ring's would not be.
 // Blocks of a bounded size have several buckets each, because NCCL maps every allocation on peers,
 // and the host's launches take longer with each mapping. Buckets move one block after the other, so
 // old and new memory exist together for one block alone. A block is freed with its last tensor. If

@@ -190,7 +190,7 @@ class Device {
   std::shared_ptr<void> allocate(std::size_t bytes) {
     return allocate_for(compute_stream(), bytes);
   }
-  // The same for another stream that was the compute stream, and is in place of it.
+  // The same, but `stream` takes the place of the compute stream, which it once was.
   virtual std::shared_ptr<void> allocate_for(Stream& stream, std::size_t bytes) = 0;
 
   // Allocates memory at once, outside the order of streams. The owner waits for all work on the

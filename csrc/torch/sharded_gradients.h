@@ -97,7 +97,7 @@ class ShardedGradients {
   std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;
-  bool has_padding_ = false;  // elements of no gradient, which stay zero for flat operations
+  bool has_padding_ = false;  // elements of no gradient. They are zero, for operations on the whole
 };
 
 }  // namespace fsdp

@@ -73,7 +73,7 @@ def _backward_elsewhere() -> None:
     with torch.cuda.stream(other):
         loss.backward()
     model.zero_grad()
-    model(x)  # lends memory that `other` has waited for, and this stream has not
+    model(x)  # lends gradients whose reductions only `other` has waited for
     taken = _tensors_of_many_sizes()
     torch.cuda.synchronize()
     assert all(tensor.eq(7).all() for tensor in taken)

@@ -64,8 +64,8 @@ struct LanePath {
     const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;
     return is_input ? symmetric_inputs : symmetric_outputs;
   }
-  // Whether the path reads or writes registered outputs in another way than others. A ring does
-  // not: it receives into buffers of its own, and adds from there.
+  // Whether a registered output changes how NCCL reduces. It does not for a ring, which receives
+  // into buffers of its own and adds from there.
   bool needs_registered_outputs() const {
     return symmetric_outputs || settings.cta_policy == nccl::kEfficiencyPolicy;
   }

@@ -41,13 +41,14 @@
 //
 // Note [lent gradients]
 // Activations are largest where backward begins, and sharded gradients do not exist there yet. So
-// on a GPU a forward or backward that begins takes the memory of a bucket's flat gradient away, if
-// no gradient is in .grad, and no user holds one. It comes from the allocator of activations and
-// returns to it. The bucket's reduction allocates it again, which takes no longer than for another
-// tensor. The allocator has a pool for each stream, so memory is lent on the stream that it came
-// from (Unit::gradient_stream), and allocated for that stream wherever the reduction runs.
-// Gradients keep their memory if they are registered (Note [shards and gradients in windows]),
-// captured by a CUDA graph or offloaded, or if the user has asked for the flat gradient.
+// on a GPU, a training forward or a backward that begins *lends* a bucket's gradients: the memory
+// of the flat gradient goes back to the allocator, which also serves activations. That needs a
+// bucket without gradients in .grad, and no user who holds one. The bucket's reduction allocates
+// the memory again, which costs as much as any tensor's allocation. The allocator has a pool for
+// each stream, so memory is lent on the stream that it was allocated for (Unit::gradient_stream),
+// and allocated again for that stream, whatever stream is current then.
+// Gradients keep their memory if they are registered (Note [shards and gradients in windows]) or
+// offloaded, if a CUDA graph has captured a step, or if the user has asked for the flat gradient.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
@@ -96,12 +97,12 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   // Allocates the reduce input for `buckets` and, where it is always needed, the reduce output.
-  // Moves flat gradients into registered memory.
+  // Moves flat gradients into registered memory: Note [shards and gradients in windows].
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
-  // See Note [lent gradients]. Between passes.
+  // See Note [lent gradients]. Call it before a pass, when no bucket is being reduced.
   void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  // Allocates them again, if they are lent, for a user who asks for them on the compute stream.
+  // Gives lent gradients memory for a user, who uses them on the compute stream.
   void return_gradients(Bucket& bucket);
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
   // streams].

@@ -6,8 +6,8 @@
 
 namespace fsdp {
 
-// See Note [lent gradients]. Reductions that the compute stream has not waited for still write, as
-// after a backward() that was called on another stream.
+// See Note [lent gradients]. After a backward() on another stream, only that stream has waited for
+// the reductions.
 void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (device_.is_host() || device_.is_capturing()) {
     return;
@@ -28,13 +28,14 @@ void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets
 void Reducer::return_gradients(Bucket& bucket) {
   if (bucket.has_lent_gradients()) {
     renew_gradients(bucket);
-    // If the user is on another stream, it has written zeros to padding.
+    // The compute stream has written zeros to padding. It may be another stream than the owner.
     streams_.order_after(device_.stream_of(bucket.gradient_stream()), device_.compute_stream(),
                          bucket.reduction.label);
   }
 }
 
-// The compute stream copies from gradients of the old memory.
+// A bucket whose gradients are held or lent gets new memory. Gradients in .grad stay in the old
+// memory until the compute stream copies them, and a pending reduction may still write them.
 void Reducer::find_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
   const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
@@ -47,7 +48,7 @@ void Reducer::find_gradient_memory(Bucket& bucket) {
   renew_gradients(bucket);
 }
 
-// The compute stream may be a stream of the user at this moment: Note [gradients of several
+// The compute stream may be another one than the owner of the memory: Note [gradients of several
 // streams].
 void Reducer::renew_gradients(Bucket& bucket) {
   Stream& compute = device_.compute_stream();

@@ -50,7 +50,7 @@ char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
   return nullptr;
 }
 
-// Units without memory (Note [lent gradients]) are adjacent to each other.
+// Units whose gradients are lent (Note [lent gradients]) have no memory, and count as adjacent.
 bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
   const char* place = first_of(units, flat);
   const bool has_memory = place != nullptr;

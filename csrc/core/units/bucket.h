@@ -52,15 +52,16 @@ struct Bucket {
   void move_shards(const std::shared_ptr<void>& memory);
   void move_gradients(const std::shared_ptr<void>& memory);
 
-  // Takes the memory of the sharded gradients away until renew_gradients, if no unit uses it:
-  // Note [lent gradients] in core/reduce/reducer.h.
+  // Frees the memory of the sharded gradients until renew_gradients, if no unit uses it: Note [lent
+  // gradients] in core/reduce/reducer.h.
   void lend_gradients();
   bool has_lent_gradients() const { return gradient_bytes() > 0 && flat_gradient() == nullptr; }
-  // Gives the units' sharded gradients new memory: Note [held gradients], Note [lent gradients].
-  // `memory` is from allocate_gradients, for gradient_stream().
-  std::shared_ptr<void> allocate_gradients(Device& device, Stream& stream) const;
-  void renew_gradients(const std::shared_ptr<void>& memory);
+  // The native handle of the stream whose pool of the allocator has the gradients' memory.
   void* gradient_stream() const { return *units.front()->gradient_stream; }
+  std::shared_ptr<void> allocate_gradients(Device& device, Stream& stream) const;
+  // Gives the units' sharded gradients memory that was allocated for gradient_stream(): Note [held
+  // gradients], Note [lent gradients].
+  void renew_gradients(const std::shared_ptr<void>& memory);
 
   UnitRange numbers() const { return {units.front()->number, units.back()->number}; }
   const void* flat_shard() const;

@@ -35,7 +35,7 @@ struct Unit : UnitConfig {
   std::size_t unsharded_offset = 0;  // bytes, in the bucket's unsharded buffer
   std::size_t first_trainable = 0;   // index among the bucket's trainable parameters
   std::size_t gradient_offset = 0;   // elements, in the bucket's segments
-  // The native handle of the compute stream whose allocator has the flat gradient's memory.
+  // The native handle of the stream for which the flat gradient's memory is allocated.
   std::optional<void*> gradient_stream;
 
   UnitGather gather;

@@ -53,9 +53,9 @@ class UnitPort {
   // keep the old memory.
   virtual void renew_gradient(std::shared_ptr<void> memory) = 0;
 
-  // Whether a sharded gradient is in .grad, or a user may read one elsewhere.
+  // Whether a sharded gradient is in .grad, or user code may hold one or the flat gradient.
   virtual bool uses_gradient_memory() = 0;
-  // Gives the sharded gradients this memory, with undefined values. Null takes their memory away.
+  // Gives the sharded gradients this memory, with undefined values. Null lends their memory.
   virtual void set_gradient_memory(std::shared_ptr<void> memory) = 0;
 
   // Whether trainable parameter i has a sharded gradient, to which a new one is added.

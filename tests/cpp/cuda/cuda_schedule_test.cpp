@@ -473,7 +473,7 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
   }
 }
 
-// See Note [lent gradients]. The unit's memory is NaN whenever it is new.
+// See Note [lent gradients]. A unit fills new memory with NaN.
 TEST(CudaReductions, GradientsLendTheirMemoryWhileThereAreNone) {
   const auto count_lent = [](Rank& rank) {
     return std::count_if(rank.units.begin(), rank.units.end(),
