@@ -111,7 +111,7 @@ void FlatTensor::set_memory(std::shared_ptr<void> memory) {
   owner_ = std::move(memory);
   set_data(flat_.storage(), data_, owner_);
   for (const Part& part : parts_) {
-    set_data(part.storage, at_byte(data_, part.offset), owner_);
+    set_data(part.storage, data_ != nullptr ? at_byte(data_, part.offset) : nullptr, owner_);
   }
 }
 

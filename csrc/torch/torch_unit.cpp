@@ -371,12 +371,8 @@ bool TorchUnit::has_held_gradients() {
   if (gradients_.is_released()) {
     return !parameters_.trainable().empty();
   }
-  if (gradients_.is_shared()) {
-    return false;
-  }
-  for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    const bool has_ours = parameters_.gradient_owner(i).grad().is_same(gradients_.at(i));
-    if (!has_ours && gradients_.is_held(i)) {
+  for (std::size_t i = 0; i < gradients_.count() && !gradients_.is_shared(); ++i) {
+    if (!shows_gradient(i) && gradients_.is_held(i)) {
       return true;
     }
   }
@@ -388,11 +384,16 @@ bool TorchUnit::uses_gradient_memory() {
     return !parameters_.trainable().empty();
   }
   for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    if (parameters_.gradient_owner(i).grad().is_same(gradients_.at(i)) || gradients_.is_held(i)) {
+    if (shows_gradient(i) || gradients_.is_held(i)) {
       return true;
     }
   }
   return false;
+}
+
+// Whether gradient i is in .grad.
+bool TorchUnit::shows_gradient(std::size_t i) const {
+  return parameters_.gradient_owner(i).grad().is_same(gradients_.at(i));
 }
 
 at::Tensor TorchUnit::share_flat_gradient() {
@@ -407,8 +408,7 @@ at::Tensor TorchUnit::share_flat_gradient() {
 std::vector<bool> TorchUnit::shows_gradients() const {
   std::vector<bool> shows(layout_.params().size());
   for (std::size_t i = 0; i < gradients_.count() && !gradients_.is_released(); ++i) {
-    shows[parameters_.trainable()[i]] =
-        parameters_.gradient_owner(i).grad().is_same(gradients_.at(i));
+    shows[parameters_.trainable()[i]] = shows_gradient(i);
   }
   return shows;
 }

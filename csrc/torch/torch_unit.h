@@ -226,6 +226,7 @@ class TorchUnit final : public UnitPort,
   void register_parameters(bool unsharded);
   void attach_extensions();
   void place_gradient(std::size_t parameter);
+  bool shows_gradient(std::size_t i) const;
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
   void drop_watches(std::size_t index);

@@ -119,8 +119,31 @@ def _planned_elsewhere() -> None:
     assert all(map(torch.equal, _parameters(model), _parameters(expected)))
 
 
+def _moved_to_another_stream() -> None:
+    model, x = _model(bucket_bytes=0), _input()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _step(model, x)
+        model(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    _apply(model)
+    model(x)  # lends memory of `side`, which has not waited for this stream
+    with torch.cuda.stream(side):
+        taken = _tensors_of_many_sizes()
+    unit = model[1]._fsdp_ext_unit
+    assert unit.impl.flat_gradient().data_ptr() == 0
+    _step(model, x)
+    model(x)
+    assert unit.impl.flat_gradient().data_ptr() == 0
+    torch.cuda.synchronize()
+    assert all(tensor.eq(7).all() for tensor in taken)
+
+
+WORKERS = [_backward_elsewhere, _asked_elsewhere, _planned_elsewhere, _moved_to_another_stream]
+
+
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("worker", [_backward_elsewhere, _asked_elsewhere, _planned_elsewhere])
+@pytest.mark.parametrize("worker", WORKERS)
 def test_streams_of_the_user_are_ordered_with_lent_gradients(worker: Callable[[], None]) -> None:
     run_ranks(worker, 2, timeout=80.0, device="cuda")
 

@@ -186,7 +186,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
     wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
   }
-  find_gradient_memory(bucket);
+  ensure_gradient_memory(bucket);
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.ranges.reduce);
   const Reduction reduction = begin_reduction(bucket, units, in_place);

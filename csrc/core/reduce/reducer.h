@@ -219,7 +219,8 @@ class Reducer {
   static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
                                          const void* const* gradients, DType dtype);
   void wait_for_gradients(const Bucket& bucket);
-  void find_gradient_memory(Bucket& bucket);
+  void lend(Bucket& bucket);
+  void ensure_gradient_memory(Bucket& bucket);
   void renew_gradients(Bucket& bucket);
   // Returns whether the reduction can write the flat gradient.
   bool prepare_finish(Bucket& bucket, const Units& units);

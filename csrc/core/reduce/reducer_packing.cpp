@@ -6,23 +6,34 @@
 
 namespace fsdp {
 
-// See Note [lent gradients]. After a backward() on another stream, only that stream has waited for
-// the reductions.
+// See Note [lent gradients].
 void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (device_.is_host() || device_.is_capturing()) {
     return;
   }
-  Stream& compute = device_.compute_stream();
   for (const auto& bucket : buckets) {
     const BucketReduction& reduction = bucket->reduction;
     if (!bucket->layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
-        bucket->gradient_stream() == compute.native_handle() && !bucket->has_lent_gradients()) {
-      if (reduction.waited_on_ != compute.native_handle()) {
-        compute.wait(*reduction.reduced_, reduction.label);
-      }
-      bucket->lend_gradients();
+        bucket->gradient_bytes() > 0 && !bucket->has_lent_gradients() &&
+        !bucket->uses_gradient_memory()) {
+      lend(*bucket);
     }
   }
+}
+
+// After a backward() on another stream, only that stream has waited for the reductions. The memory
+// returns to the pool of its owner, which may be yet another stream.
+void Reducer::lend(Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  void* const handle = compute.native_handle();
+  if (bucket.reduction.waited_on_ != handle) {
+    compute.wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  }
+  if (bucket.gradient_stream() != handle) {
+    Stream& owner = device_.stream_of(bucket.gradient_stream());
+    streams_.order_after(owner, compute, bucket.reduction.label);
+  }
+  bucket.lend_gradients(handle);
 }
 
 void Reducer::return_gradients(Bucket& bucket) {
@@ -36,7 +47,7 @@ void Reducer::return_gradients(Bucket& bucket) {
 
 // A bucket whose gradients are held or lent gets new memory. Gradients in .grad stay in the old
 // memory until the compute stream copies them, and a pending reduction may still write them.
-void Reducer::find_gradient_memory(Bucket& bucket) {
+void Reducer::ensure_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
   const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
   if (!is_any_held && !bucket.has_lent_gradients()) {

@@ -165,13 +165,15 @@ void Bucket::move_gradients(const std::shared_ptr<void>& memory) {
   move_into(units, kGradients, memory);
 }
 
-void Bucket::lend_gradients() {
-  const auto uses = [](const Unit* unit) { return unit->port.uses_gradient_memory(); };
-  if (std::any_of(units.begin(), units.end(), uses)) {
-    return;
-  }
+bool Bucket::uses_gradient_memory() const {
+  return std::any_of(units.begin(), units.end(),
+                     [](const Unit* unit) { return unit->port.uses_gradient_memory(); });
+}
+
+void Bucket::lend_gradients(void* stream) {
   for (Unit* unit : units) {
     unit->port.set_gradient_memory(nullptr);
+    unit->gradient_stream = stream;
   }
 }
 

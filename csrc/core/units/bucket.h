@@ -52,9 +52,11 @@ struct Bucket {
   void move_shards(const std::shared_ptr<void>& memory);
   void move_gradients(const std::shared_ptr<void>& memory);
 
-  // Frees the memory of the sharded gradients until renew_gradients, if no unit uses it: Note [lent
-  // gradients] in core/reduce/reducer.h.
-  void lend_gradients();
+  // Whether the user has a sharded gradient of a unit, or may read one.
+  bool uses_gradient_memory() const;
+  // Frees the memory of the sharded gradients until renew_gradients, which then gets memory of
+  // `stream`, a native handle: Note [lent gradients] in core/reduce/reducer.h.
+  void lend_gradients(void* stream);
   bool has_lent_gradients() const { return gradient_bytes() > 0 && flat_gradient() == nullptr; }
   // The native handle of the stream whose pool of the allocator has the gradients' memory.
   void* gradient_stream() const { return *units.front()->gradient_stream; }

@@ -522,11 +522,6 @@ TEST(CudaReductions, GradientsLendTheirMemoryWhileThereAreNone) {
   }
 }
 
-Setting by_switch(Setting setting) {
-  setting.reduces_by_switch = true;
-  return setting;
-}
-
 // See Note [shards and gradients in windows]. Without a cast, each gather reads the flat shard, and
 // each reduction writes the flat gradient.
 TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {

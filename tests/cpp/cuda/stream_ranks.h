@@ -315,6 +315,11 @@ struct Setting {
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
 };
 
+inline Setting by_switch(Setting setting) {
+  setting.reduces_by_switch = true;
+  return setting;
+}
+
 // What ranks connect by.
 struct Ids {
   nccl::UniqueId of_set;
