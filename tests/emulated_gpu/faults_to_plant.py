@@ -214,7 +214,7 @@ NOT_SEEN = {
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
     ),
-    "core/reduce/reducer_packing.cpp ensure_gradient_memory: "
+    "core/reduce/reducer_gradients.cpp ensure_gradient_memory: "
     "device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
     "core/reduce/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
     "*gradients.bucket->reduction.packed_,": (

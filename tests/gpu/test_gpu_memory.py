@@ -89,66 +89,87 @@ def test_memory_is_fixed_on_two_ranks() -> None:
     run_ranks(_memory_is_fixed, 2, 2, timeout=100.0, device="cuda")
 
 
-def _gradients_are_lent() -> None:
-    os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
-    model = _model()
-    layers: Any = list(model)
-    for layer in layers:
-        fully_shard(layer, bucket_bytes=0)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    x = torch.randn(8, WIDTH, device="cuda")
+class _Lent:
+    """A model whose gradients are lent, and the bytes of one layer's."""
 
-    def step(*, sets_to_none: bool = True) -> int:
+    def __init__(self) -> None:
+        os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
+        self.model = _model()
+        self.layers: Any = list(self.model)
+        for layer in self.layers:
+            fully_shard(layer, bucket_bytes=0)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.x = torch.randn(8, WIDTH, device="cuda")
+        self.layer_bytes = WIDTH * (WIDTH + 1) * 4 // dist.get_world_size()
+
+    def loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(self.x).square().mean()
+        return loss
+
+    def step(self, *, sets_to_none: bool = True) -> int:
         """Train a step, and return the bytes that are allocated where backward begins."""
-        loss = model(x).square().mean()
+        loss = self.loss()
         at_loss = torch.cuda.memory_allocated()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=sets_to_none)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=sets_to_none)
         return at_loss
 
-    step()
-    lent = step()
-    assert step(sets_to_none=False) == lent
-    of_layer = WIDTH * (WIDTH + 1) * 4 // dist.get_world_size()
-    kept = step()  # gradients are added to zeros
-    assert LAYERS * of_layer <= kept - lent <= LAYERS * (of_layer + ROUNDING)
 
-    model(x).square().mean().backward()
-    held = layers[2].weight.grad
+def _are_lent_without_gradients() -> None:
+    lent = _Lent()
+    lent.step()
+    at_loss = lent.step()
+    assert lent.step(sets_to_none=False) == at_loss
+    kept = lent.step() - at_loss  # gradients are added to zeros
+    assert LAYERS * lent.layer_bytes <= kept <= LAYERS * (lent.layer_bytes + ROUNDING)
+
+    lent.loss().backward()
+    held = lent.layers[2].weight.grad
     before = held.full_tensor().cpu()
-    optimizer.zero_grad()
-    one = step() - lent
-    assert of_layer <= one <= of_layer + ROUNDING
+    lent.optimizer.zero_grad()
+    one = lent.step() - at_loss
+    assert lent.layer_bytes <= one <= lent.layer_bytes + ROUNDING
     assert held.full_tensor().cpu().equal(before)
     del held, before
-    step()
-    assert step() == lent
+    lent.step()
+    assert lent.step() == at_loss
 
-    # The forward still finds gradients, and the backward finds none.
+
+def _are_lent_by_a_backward() -> None:
+    lent = _Lent()
+    lent.step()
     seen: list[int] = []
-    layers[-1].register_full_backward_pre_hook(
+    lent.layers[-1].register_full_backward_pre_hook(
         lambda *_: seen.append(torch.cuda.memory_allocated())
     )
-    model(x).square().mean().backward()
+    lent.loss().backward()
     seen.clear()
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
+    loss = lent.loss()  # it still finds gradients
+    lent.optimizer.zero_grad()
     with_gradients = torch.cuda.memory_allocated()
     loss.backward()
-    assert with_gradients - seen[0] >= (LAYERS - 1) * of_layer
+    assert with_gradients - seen[0] >= (LAYERS - 1) * lent.layer_bytes
 
-    # Whoever asks for the flat gradient may use it from then on.
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    _, flat = layers[0].flat_shard()
+
+def _are_not_lent_once_asked_for() -> None:
+    lent = _Lent()
+    lent.step()
+    loss = lent.loss()
+    _, flat = lent.layers[0].flat_shard()
     flat.fill_(3)
     loss.backward()
-    optimizer.zero_grad()
-    model(x).square().mean()
+    lent.optimizer.zero_grad()
+    lent.loss()
     assert flat.isfinite().all()
     assert not flat.eq(3).any()
+
+
+def _gradients_are_lent() -> None:
+    _are_lent_without_gradients()
+    _are_lent_by_a_backward()
+    _are_not_lent_once_asked_for()
 
 
 @pytest.mark.timeout(120)

@@ -86,24 +86,6 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   nonfinite_.place(buckets);
 }
 
-// See Note [shards and gradients in windows].
-void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  std::vector<Lane::Movable> gradients;
-  for (const auto& bucket : buckets) {
-    // The scale may change before memory is planned again.
-    if (lane_.speeds_up_outputs() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
-        reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
-      gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
-                           [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
-    }
-  }
-  lane_.place_in_windows(gradients, BufferUse::Gradient);
-  for (const auto& bucket : buckets) {
-    bucket->reduction.into_window_ =
-        bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
-  }
-}
-
 void Reducer::note_arrival(Bucket& bucket) {
   void* const stream = device_.compute_stream().native_handle();
   std::vector<void*>& streams = bucket.reduction.arrived_on_;

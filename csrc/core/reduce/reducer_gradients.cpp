@@ -1,0 +1,91 @@
+// Where the sharded gradients of buckets have their memory.
+#include <algorithm>
+#include <vector>
+
+#include "core/reduce/reducer.h"
+
+namespace fsdp {
+
+// See Note [shards and gradients in windows].
+void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  std::vector<Lane::Movable> gradients;
+  for (const auto& bucket : buckets) {
+    // The scale may change before memory is planned again.
+    if (lane_.speeds_up_outputs() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
+        reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
+      gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
+                           [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
+    }
+  }
+  lane_.place_in_windows(gradients, BufferUse::Gradient);
+  for (const auto& bucket : buckets) {
+    bucket->reduction.into_window_ =
+        bucket->mesh == nullptr && lane_.is_registered(bucket->flat_gradient());
+  }
+}
+
+// See Note [lent gradients].
+void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  if (device_.is_host() || device_.is_capturing()) {
+    return;
+  }
+  for (const auto& bucket : buckets) {
+    const BucketReduction& reduction = bucket->reduction;
+    if (!bucket->layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
+        bucket->gradient_bytes() > 0 && !bucket->has_lent_gradients() &&
+        !bucket->uses_gradient_memory()) {
+      lend(*bucket);
+    }
+  }
+}
+
+// After a backward() on another stream, only that stream has waited for the reductions. The memory
+// returns to the pool of its owner, which may be yet another stream.
+void Reducer::lend(Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  void* const handle = compute.native_handle();
+  if (bucket.reduction.waited_on_ != handle) {
+    compute.wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  }
+  if (bucket.gradient_stream() != handle) {
+    Stream& owner = device_.stream_of(bucket.gradient_stream());
+    streams_.order_after(owner, compute, bucket.reduction.label);
+  }
+  bucket.lend_gradients(handle);
+}
+
+void Reducer::return_gradients(Bucket& bucket) {
+  if (bucket.has_lent_gradients()) {
+    renew_gradients(bucket);
+    // The compute stream has written zeros to padding. It may be another stream than the owner.
+    streams_.order_after(device_.stream_of(bucket.gradient_stream()), device_.compute_stream(),
+                         bucket.reduction.label);
+  }
+}
+
+// A bucket whose gradients are held or lent gets new memory. Gradients in .grad stay in the old
+// memory until the compute stream copies them, and a pending reduction may still write them.
+void Reducer::ensure_gradient_memory(Bucket& bucket) {
+  const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
+  const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
+  if (!is_any_held && !bucket.has_lent_gradients()) {
+    return;
+  }
+  if (bucket.reduction.is_pending_) {
+    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  }
+  renew_gradients(bucket);
+}
+
+// The compute stream may be another one than the owner of the memory: Note [gradients of several
+// streams].
+void Reducer::renew_gradients(Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  const bool is_owner = bucket.gradient_stream() == compute.native_handle();
+  Stream& owner = is_owner ? compute : device_.stream_of(bucket.gradient_stream());
+  const std::shared_ptr<void> memory = bucket.allocate_gradients(device_, owner);
+  streams_.order_after(compute, owner, bucket.reduction.label);
+  bucket.renew_gradients(memory);
+}
+
+}  // namespace fsdp
