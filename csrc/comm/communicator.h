@@ -48,8 +48,8 @@ class RegisteredMemory {
   virtual std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) = 0;
   // Whether `allocate` registers memory. It is false after a registration has failed on a rank.
   virtual bool can_register() const = 0;
-  // Whether collectives are faster if their output is registered.
-  virtual bool speeds_up_outputs() const = 0;
+  // Whether reductions are faster into registered memory.
+  virtual bool registers_gradients() const = 0;
   // Whether `memory` lies in registered memory.
   virtual bool holds(const void* memory) const = 0;
   // The number of buffers that are registered now.

@@ -145,9 +145,9 @@ class Lane {
     return registered_ != nullptr && registered_->holds(memory);
   }
 
-  // Whether collectives of this lane are faster if their output is registered.
-  bool speeds_up_outputs() const {
-    return registered_ != nullptr && registered_->speeds_up_outputs();
+  // Whether reductions of this lane are faster into registered memory.
+  bool registers_gradients() const {
+    return registered_ != nullptr && registered_->registers_gradients();
   }
 
   int registered_buffers() const { return registered_ != nullptr ? registered_->count() : 0; }

@@ -15,7 +15,7 @@ void* current_stream(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
 }
 
-// See Note [memory and the compute stream].
+// From the pool that torch's allocator has for `stream`: Note [memory and the compute stream].
 std::shared_ptr<void> allocate(int device, std::size_t bytes, void* stream) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   try {

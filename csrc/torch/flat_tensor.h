@@ -40,7 +40,7 @@ class FlatTensor {
 
   // Copies the content into `memory`, where it stays from now on.
   void move(std::shared_ptr<void> memory);
-  // Gives the tensor and its parts other memory, without the content. It may be null.
+  // Points the tensor and its parts to `memory`, and copies nothing. Null leaves them without any.
   void set_memory(std::shared_ptr<void> memory);
   // Takes the tensor and its parts back to their own memory, with their content, if share_memory_()
   // gave them other memory. It compares one pointer for each part, so every forward can call it.

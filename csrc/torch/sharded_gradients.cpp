@@ -92,9 +92,8 @@ void ShardedGradients::move(std::shared_ptr<void> memory) {
 
 void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
   flat_.set_memory(std::move(memory));
-  if (flat_.data() != nullptr && (has_padding_ || is_of_flat_parameter_)) {
-    const at::NoGradGuard no_grad;
-    flat_.flat().zero_();
+  if (flat_.data() != nullptr) {
+    clear_padding();
   }
 }
 
@@ -107,7 +106,7 @@ void ShardedGradients::copy_from(std::size_t i, const at::Tensor& gradient) {
 
 // See Note [flat parameters].
 void ShardedGradients::clear_padding() {
-  if (is_of_flat_parameter_) {
+  if (has_padding_ || is_of_flat_parameter_) {
     const at::NoGradGuard no_grad;
     flat_.flat().zero_();
   }

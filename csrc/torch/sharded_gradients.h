@@ -51,11 +51,11 @@ class ShardedGradients {
   bool is_released() const { return gradients_.empty(); }
   bool is_shared() const { return is_shared_; }
 
-  // UnitPort::move_gradient.
+  // Implements UnitPort::move_gradient.
   void move(std::shared_ptr<void> memory);
-  // Makes new gradients in `memory`: UnitPort::renew_gradient. Takes the GIL.
+  // Implements UnitPort::renew_gradient. Takes the GIL.
   void renew(std::shared_ptr<void> memory);
-  // UnitPort::set_gradient_memory. The gradients stay the same tensors.
+  // Implements UnitPort::set_gradient_memory. It makes no new tensors.
   void set_memory(std::shared_ptr<void> memory);
   // Copies a gradient that the user has set into gradient i. Takes the GIL.
   void copy_from(std::size_t i, const at::Tensor& gradient);

@@ -131,12 +131,12 @@ class _Ranks:
             dims = [i for i, spread in enumerate(param.placements) if not spread.is_replicate()]
             groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
             return cls(groups, mesh.device_type)
-        if is_flat(param) and param not in owners:
-            raise RuntimeError(
-                "clip_grad_norm_ got a flat parameter whose wrapper no longer exists. Pass the "
-                "parameters of the wrapped model."
-            )
         if is_flat(param):
+            if param not in owners:
+                raise RuntimeError(
+                    "clip_grad_norm_ got a flat parameter whose wrapper no longer exists. Pass the "
+                    "parameters of the wrapped model."
+                )
             return cls((owners[param].ranks.group,), owners[param].device.type)
         return cls(device_type=param.device.type)
 

@@ -135,7 +135,7 @@ class ThreadsCommunicator final : public Communicator {
       return {std::aligned_alloc(64, align_up(bytes, 64)), &std::free};
     }
     bool can_register() const override { return false; }
-    bool speeds_up_outputs() const override { return false; }
+    bool registers_gradients() const override { return false; }
     bool holds(const void* /*memory*/) const override { return false; }
     int count() const override { return 0; }
     void free_unused() override {}

@@ -57,7 +57,7 @@ class NcclBuffers final : public RegisteredMemory {
   bool can_register() const override {
     return !cannot_register_ && api_.registration() != std::string("none");
   }
-  bool speeds_up_outputs() const override { return path_.needs_registered_outputs(); }
+  bool registers_gradients() const override { return path_.registers_gradients(); }
   bool holds(const void* memory) const override { return bytes_left(memory) > 0; }
   // The number of registered bytes from an address on, in one buffer.
   std::size_t bytes_left(const void* memory) const;

@@ -34,9 +34,9 @@
 // Private memory can be accessed by its own GPU alone. ncclMemAlloc also maps its memory on every
 // other GPU that the process sees, but NCCL needs these mappings for windows only. For other
 // buffers, NCCL exports a handle of the memory, and each peer maps the buffer at an address of its
-// own. NVLink's switch and the network use the owner's address. So buffers that are not windows use
-// private memory, with the properties of memory from ncclMemAlloc. Shards and gradients do not:
-// when a user copies into them from another GPU, PyTorch lets that GPU write.
+// own. NVLink's switch and the network use the address in the owner's process. So buffers that are
+// not windows use private memory, with the properties of memory from ncclMemAlloc. Shards and
+// gradients do not: when a user copies into them from another GPU, PyTorch lets that GPU write.
 #pragma once
 
 #include <cstddef>
@@ -64,9 +64,9 @@ struct LanePath {
     const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;
     return is_input ? symmetric_inputs : symmetric_outputs;
   }
-  // Whether a registered output changes how NCCL reduces. It does not for a ring, which receives
-  // into buffers of its own and adds from there.
-  bool needs_registered_outputs() const {
+  // Whether NCCL reduces faster into registered memory. Its ring does not, because it receives into
+  // NCCL's own buffers.
+  bool registers_gradients() const {
     return symmetric_outputs || settings.cta_policy == nccl::kEfficiencyPolicy;
   }
   // See Note [private memory].

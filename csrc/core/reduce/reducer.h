@@ -40,15 +40,17 @@
 // buckets, such as an embedding. Each rank decides by itself.
 //
 // Note [lent gradients]
-// Activations are largest where backward begins, and sharded gradients do not exist there yet. So
-// on a GPU, a training forward or a backward that begins *lends* a bucket's gradients: the memory
-// of the flat gradient goes back to the allocator, which also serves activations. That needs a
-// bucket without gradients in .grad, and no user who holds one. The bucket's reduction allocates
-// the memory again, which costs as much as any tensor's allocation. The allocator has a pool for
-// each stream, so memory is lent on the stream that it was allocated for (Unit::gradient_stream),
-// and allocated again for that stream, whatever stream is current then.
-// Gradients keep their memory if they are registered (Note [shards and gradients in windows]) or
-// offloaded, if a CUDA graph has captured a step, or if the user has asked for the flat gradient.
+// Activations need the most memory where backward begins, and no sharded gradient exists there yet.
+// So on a GPU, the reducer *lends* gradients at the start of a training forward and of a backward:
+// it frees the memory of each flat gradient of which nothing is in .grad and nothing is held by the
+// user. The caching allocator can then use that memory for activations. When the bucket is reduced,
+// memory is allocated again, from the allocator's cache.
+// The allocator has a pool for each stream. Freed memory returns to the pool that it came from
+// (Unit::gradient_stream). New memory comes from the pool of the stream that lent it, whatever
+// stream is current then.
+// Some gradients are never lent: registered ones (Note [shards and gradients in windows]),
+// offloaded ones, those of a model whose step a CUDA graph has captured, and those whose flat
+// gradient the user has asked for.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the

@@ -11,7 +11,7 @@ void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& bucket
   std::vector<Lane::Movable> gradients;
   for (const auto& bucket : buckets) {
     // The scale may change before memory is planned again.
-    if (lane_.speeds_up_outputs() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
+    if (lane_.registers_gradients() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
         reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
       gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),
                            [&bucket = *bucket](auto memory) { bucket.move_gradients(memory); }});
@@ -63,8 +63,8 @@ void Reducer::return_gradients(Bucket& bucket) {
   }
 }
 
-// A bucket whose gradients are held or lent gets new memory. Gradients in .grad stay in the old
-// memory until the compute stream copies them, and a pending reduction may still write them.
+// Allocates if the user holds gradients of the bucket, or if they are lent. The compute stream
+// waits for a pending reduction into the old memory, because it may copy gradients from there.
 void Reducer::ensure_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
   const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);

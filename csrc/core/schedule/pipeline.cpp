@@ -90,7 +90,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   fail(error);
 }
 
-// A CUDA graph writes gradients to the addresses that they had when it was captured.
+// A captured CUDA graph writes gradients to fixed addresses, so they have to keep their memory.
 void Pipeline::lend_gradients() {
   if (!gatherer_.has_been_captured()) {
     reducer_.lend_gradients(buckets());

@@ -120,8 +120,8 @@ TEST_F(PrivateMemory, IsForBuffersThatNoWindowAndNoUserNeeds) {
   }
 }
 
-// NCCL exports a handle of private memory to peers, and registers the memory with the network. Both
-// need the properties that memory from ncclMemAlloc has.
+// NCCL gives peers a handle of private memory, and registers it with the network. For both, the
+// memory has to be allocated as ncclMemAlloc does it: with the same kind of handle, and RDMA.
 TEST_F(PrivateMemory, IsAsNcclsExceptThatItsDeviceAloneHasAccess) {
   EXPECT_EQ(on_lanes(22809, nccl::kUndefined,
                      [](const Lane& lane) {
