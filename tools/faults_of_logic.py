@@ -471,7 +471,7 @@ FAULTS = (
         "padding of a renewed flat gradient is not cleared",
         f"{TORCH}/sharded_gradients.cpp",
         "clear_padding();",
-        within="clear_padding();\n  }\n",
+        within="std::move(memory)), {});\n    clear_padding();",
         python=("fsdp1_flat_parameters",),
     ),
     # - Python
