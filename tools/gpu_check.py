@@ -93,6 +93,7 @@ LEAST_SHARE = 0.8
 TRIAL = "two ranks"
 # The limits of steps assume that a collective takes this many seconds. The ranks share one GPU.
 USUAL_COLLECTIVE_S = 0.02
+# tools/gpu_environment.py prints this line.
 MEASURED = re.compile(r"^a collective takes ([\d.]+) s$", re.M)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_check import MEASURED
 
 # Seconds in which ranks that share a GPU have to end. The start takes most of them.
 LIMIT_S = 30.0
-MEASURED = r"^a collective takes ([\d.]+) s$"  # tools/gpu_check.py reads it, too
 TIMED = 10  # collectives whose time is measured
 
 
@@ -146,7 +145,7 @@ def try_ranks(ranks: int, device: str, limit_s: float = LIMIT_S) -> bool:
             if not works and log.exists():
                 print(f"The last lines of its NCCL:\n{log.read_text(errors='replace')[-2000:]}")
     if works:
-        slowest = max(map(float, re.findall(MEASURED, said, re.M)))
+        slowest = max(map(float, MEASURED.findall(said)))
         print(f"a collective takes {slowest:.6f} s")
         print(f"{ranks} ranks can share this GPU")
     else:

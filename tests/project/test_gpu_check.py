@@ -336,12 +336,14 @@ def test_a_step_that_only_this_call_has_no_time_for_waits(gpu_check: ModuleType)
 
 
 @pytest.mark.exhaustive
-def test_the_trial_of_two_ranks_works_on_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_trial_of_two_ranks_works_on_the_host(
+    gpu_check: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
     environment = load_tool(TOOLS / "gpu_environment.py")
     assert environment.try_ranks(2, "cpu")
     said = capfd.readouterr().out
     assert "2 ranks can share this GPU" in said
-    times = load_tool(TOOLS / "gpu_check.py").MEASURED.findall(said)
+    times = gpu_check.MEASURED.findall(said)
     assert len(times) == 3  # of each rank, and then the longest
     assert float(times[-1]) == max(map(float, times)) > 0
     assert not environment.try_ranks(2, "cpu", limit_s=0.0)
