@@ -21,9 +21,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +35,21 @@ from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import operands_in_rotation
 from fsdp_ext import _C
-from fsdp_ext.comm.lanes import lanes_of
-from fsdp_ext.comm.nccl_settings import OF_LANES
+from fsdp_ext.comm.lanes import lanes_of, nccl_lanes_with
+from fsdp_ext.comm.measure_link import mean_seconds
+from fsdp_ext.comm.nccl_settings import POLICIES, describe_lane, nccl_settings
 
 Collective = Callable[[Tensor, Tensor], None]
 OPERATIONS = ("all_gather", "reduce_scatter")
 LANES = {"all_gather": "gather", "reduce_scatter": "reduce"}
 RANKS = 2
 LEAST_IN_ROW = 2  # the fewest calls that are timed as one
-SETTINGS = ("max_ctas=8", "cta_policy=efficiency", "cta_policy=auto")  # of lanes of their own
+# Settings of lanes of their own.
+SETTINGS = (
+    {"max_ctas": 8},
+    {"cta_policy": POLICIES["efficiency"]},
+    {"cta_policy": POLICIES["auto"]},
+)
 
 
 @dataclass(frozen=True)
@@ -72,20 +78,6 @@ def ours(lanes: _C.Lanes) -> System:
     if lanes.transport == "nccl":
         return System(lanes.all_gather, lanes.reduce_scatter, place_input, place_output)
     return System(lanes.all_gather, lanes.reduce_scatter, place_input)
-
-
-def lanes_with(settings: str, device: torch.device) -> _C.Lanes:
-    """Return lanes over a group of their own that have these settings."""
-    group = dist.new_group()
-    before = {variable: os.environ.get(variable) for variable in OF_LANES.values()}
-    os.environ |= dict.fromkeys(OF_LANES.values(), settings)
-    try:
-        return lanes_of(group, device)
-    finally:
-        for variable, value in before.items():
-            os.environ.pop(variable)
-            if value is not None:
-                os.environ[variable] = value
 
 
 def torchs() -> System:
@@ -145,20 +137,11 @@ def operands(operation: str, size: int, device: torch.device) -> tuple[Tensor, T
     return source.repeat(calls, 1), targets, expected.repeat(calls, 1)
 
 
-def time_in_row(
-    call: Callable[[Tensor, Tensor], object], inputs: Tensor, outputs: Tensor, device: torch.device
-) -> float:
-    """Return the mean seconds of calls in a row, which all ranks begin together."""
-    pairs = list(zip(inputs, outputs, strict=True))
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for source, target in pairs:
-        call(source, target)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / len(pairs)
+def in_row(
+    call: Callable[[Tensor, Tensor], object], inputs: Tensor, outputs: Tensor
+) -> list[Callable[[], object]]:
+    """Return a call for each row of inputs and outputs."""
+    return [partial(call, *pair) for pair in zip(inputs, outputs, strict=True)]
 
 
 def measure_size(
@@ -166,21 +149,22 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     """Measure one operation at one size, and check the results; return a row for each system."""
     world_size = dist.get_world_size()
-    calls: dict[str, tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = {}
+    calls: dict[str, list[Callable[[], object]]] = {}
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, system in found.items():
         source, target, expected = operands(operation, size, device)
         target = system.place_output(target, operation)
-        calls[name] = (getattr(system, operation), system.place_input(source, operation), target)
+        source = system.place_input(source, operation)
+        calls[name] = in_row(getattr(system, operation), source, target)
         outputs[name] = target, expected
     if device.type == "cpu":
         touched = 2 * size if operation == "all_gather" else size + size // world_size
         source = torch.zeros(operands_in_rotation(size, LEAST_IN_ROW), touched // 2 // 4)
-        calls["memcpy"] = (lambda a, b: b.copy_(a), source, torch.ones_like(source))
+        calls["memcpy"] = in_row(lambda a, b: b.copy_(a), source, torch.ones_like(source))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
-        for name, call in calls.items():
-            taken = time_in_row(*call, device)
+        for name, row in calls.items():
+            taken = mean_seconds(row, dist.barrier, device)
             if repeat >= 2:
                 seconds[name].append(taken)
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
@@ -222,7 +206,10 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
     if device.type == "cuda":
         has_policies = torch.cuda.nccl.version() >= (2, 28)
         for settings in SETTINGS if has_policies else SETTINGS[:1]:
-            found[f"ours (nccl, {settings})"] = ours(lanes_with(settings, device))
+            both = replace(nccl_settings(), gather=settings, reduce=settings)
+            found[f"ours (nccl, {describe_lane(settings)})"] = ours(
+                nccl_lanes_with(group, device, both)
+            )
         found["torch nccl"] = torchs()
         try:
             found["NCCL through CuPy"] = raw_nccl()

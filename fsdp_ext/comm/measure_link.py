@@ -79,7 +79,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
                 ),
             }
             for operation, call in calls.items():
-                taken = seconds_alone(call, lanes, device)
+                taken = mean_seconds([call], lanes.barrier, device)
                 if repeat >= 2:
                     seconds.setdefault((operation, nbytes), []).append(taken)
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
@@ -88,16 +88,26 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     return [Sample(*key, median) for key, median in zip(seconds, medians, strict=True)]
 
 
-def seconds_alone(call: Callable[[], None], lanes: _C.Lanes, device: torch.device) -> float:
-    """Return the seconds of a collective that all ranks begin together."""
-    lanes.barrier()  # wakes the lane's thread, which is also awake during a step
+def mean_seconds(
+    calls: Sequence[Callable[[], object]], barrier: Callable[[], object], device: torch.device
+) -> float:
+    """Return the mean seconds of collectives in a row, which all ranks begin together.
+
+    Args:
+        calls: the collectives.
+        barrier: waits for all ranks. That of lanes wakes their threads, which are also awake during
+            a step.
+        device: this rank's device.
+    """
+    barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    call()
+    for call in calls:
+        call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / len(calls)
 
 
 def report(samples: Sequence[Sample], fits: dict[str, Fit]) -> list[str]:

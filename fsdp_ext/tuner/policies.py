@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import torch
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.lanes import nccl_lanes_with, nccl_libraries
-from fsdp_ext.comm.measure_link import seconds_alone
+from fsdp_ext.comm.measure_link import mean_seconds
 from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
@@ -71,40 +70,40 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
     part = max(mean // _ELEMENT.itemsize, 1) * _ELEMENT.itemsize
     with together(first, "tune", "the times of NCCL's policies"):
         own = _time_policies(root, part, repeats)
-    ranks = exchange(first, own)
-    found: dict[str, dict[str, float]] = {lane: {} for lane in OF_LANES}
-    for lane, policy in own:
-        slowest = max(of[lane, policy] for of in ranks)
-        if math.isfinite(slowest):
-            found[lane][policy] = slowest
-    now = nccl_settings()
-    return tuple(
-        LanePolicies(OF_LANES[lane], settings, part * first.world_size, found[lane])
-        for lane, settings in (("gather", now.gather), ("reduce", now.reduce))
-        if found[lane] and "cta_policy" not in settings
-    )
+    ranks, now = exchange(first, own), nccl_settings()
+    found = []
+    for lane, settings in (("gather", now.gather), ("reduce", now.reduce)):
+        slowest = {
+            policy: max(of_rank[timed, policy] for of_rank in ranks)
+            for timed, policy in own
+            if timed == lane
+        }
+        if slowest and "cta_policy" not in settings:
+            nbytes = part * first.world_size
+            found.append(LanePolicies(OF_LANES[lane], settings, nbytes, slowest))
+    return tuple(found)
 
 
 def _time_policies(root: Root, part: int, repeats: int) -> dict[tuple[str, str], float]:
-    """Return seconds by lane and policy, infinite for policies that could not be tried."""
+    """Return seconds by lane and policy, for the policies that all ranks could try."""
     first = root.units[0]
     own: dict[tuple[str, str], float] = {}
     for gather, reduce in _TRIED:
         if gather == "zero" and not nccl_settings().registers_buffers:
             continue  # copy engines need registered buffers
-        timed = dict.fromkeys(OF_LANES, math.inf)
         made = None
         try:
             made = _make_lanes(root, gather, reduce, part)
         except RuntimeError as error:
             _logger.info("tune: no lanes with %s and %s: %s", gather, reduce, error)
-        if all(exchange(first, made is not None)) and made is not None:
-            lanes, calls = made
-            for lane, call in calls.items():
-                times = [seconds_alone(call, lanes, first.device) for _ in range(_WARMUP + repeats)]
-                timed[lane] = statistics.median(times[_WARMUP:])
-        own.setdefault(("gather", gather), timed["gather"])
-        own.setdefault(("reduce", reduce), timed["reduce"])
+        if not all(exchange(first, made is not None)) or made is None:
+            continue
+        lanes, calls = made
+        for key, call in zip((("gather", gather), ("reduce", reduce)), calls, strict=True):
+            times = [
+                mean_seconds([call], lanes.barrier, first.device) for _ in range(_WARMUP + repeats)
+            ]
+            own.setdefault(key, statistics.median(times[_WARMUP:]))
     return own
 
 
@@ -114,8 +113,8 @@ def _version() -> tuple[int, ...]:
 
 def _make_lanes(
     root: Root, gather: str, reduce: str, part: int
-) -> tuple[_C.Lanes, dict[str, Callable[[], Any]]]:
-    """Return new lanes with these policies, and a call of a collective on each, by its name."""
+) -> tuple[_C.Lanes, list[Callable[[], Any]]]:
+    """Return new lanes with these policies, and calls of a gather and of a reduction on them."""
     first, now = root.units[0], nccl_settings()
     settings = replace(
         now,
@@ -124,13 +123,11 @@ def _make_lanes(
     )
     lanes = nccl_lanes_with(first.ranks.group, first.device, settings)
     whole = part * first.world_size
-    of_gather = lanes.input_buffer(part), lanes.output_buffer(whole)
-    of_reduce = lanes.input_buffer(whole, "reduce"), lanes.output_buffer(part, "reduce")
-    calls: dict[str, Callable[[], Any]] = {}
-    for lane, call, buffers in (
-        ("gather", lanes.all_gather, of_gather),
-        ("reduce", lanes.reduce_scatter, of_reduce),
+    calls: list[Callable[[], Any]] = []
+    for lane, call, sizes in (
+        ("gather", lanes.all_gather, (part, whole)),
+        ("reduce", lanes.reduce_scatter, (whole, part)),
     ):
-        source, target = (buffer.view(_ELEMENT) for buffer in buffers)
-        calls[lane] = partial(call, source.zero_(), target)
+        source = lanes.input_buffer(sizes[0], lane).view(_ELEMENT).zero_()
+        calls.append(partial(call, source, lanes.output_buffer(sizes[1], lane).view(_ELEMENT)))
     return lanes, calls

@@ -17,6 +17,7 @@ from bench import collectives, host_overhead
 from bench.harness.runner import Row
 from bench.models.overlap_rows import link_for, row_of
 from bench.models.overlap_systems import FSDP2, OURS, Case, Shape
+from fsdp_ext.comm.nccl_settings import describe_lane
 
 DEVICE = torch.device("cuda", 0)
 
@@ -84,9 +85,10 @@ def test_the_simulated_wire_of_a_step_is_measured() -> None:
 def test_collectives_of_lanes_with_settings_have_no_wrong_element(tmp_path: Path) -> None:
     _, rows = run_bench("collectives", tmp_path / "collectives.json", device="cuda")
     measured = [row for row in rows if "error" not in row]
-    assert {"ours (nccl)", *(f"ours (nccl, {settings})" for settings in collectives.SETTINGS)} <= {
-        row["system"] for row in measured
-    }
+    assert {
+        "ours (nccl)",
+        *(f"ours (nccl, {describe_lane(one)})" for one in collectives.SETTINGS),
+    } <= {row["system"] for row in measured}
     assert not any(row["wrong"] for row in measured)
 
 
