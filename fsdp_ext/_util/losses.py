@@ -1,11 +1,32 @@
-"""The scalar that backward starts from, in functions that run a user's model themselves."""
+"""Calls of a user's model by functions that run it themselves, and the scalar of its backward."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def output_of(model: nn.Module, batch: Any) -> Any:
+    """Return the output for a batch: a tensor, a tuple of arguments, or a mapping of keywords."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*(batch if isinstance(batch, tuple) else (batch,)))
+
+
+def check_loss_function(loss: object, caller: str) -> None:
+    """Check the argument ``loss`` of the public function ``caller``.
+
+    Raises:
+        TypeError: if it cannot be called.
+    """
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"{caller} got loss={loss!r}. Pass a function of the model's output, or leave it out "
+            "to use the mean."
+        )
 
 
 def check_loss(loss: Any, caller: str) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_ext._util.losses import output_of
+
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,10 +42,11 @@ def count_flops(
 
     counter = FlopCounterMode(display=False)
     flops = _FlopsOfUnits(model, counter, units)
-    arguments, keywords = _call_of(tree_map_only(Tensor, _shape_alone, batch))
+    arguments = tuple(batch) if isinstance(batch, list) else batch
+    shapes = tree_map_only(Tensor, _shape_alone, arguments)
     try:
         with torch.device("meta"), counter, flops.hooks(), flops:
-            output = model(*arguments, **keywords)
+            output = output_of(model, shapes)
             losses = [leaf.float().sum() for leaf in _trainable(output)]
             flops.end_forward()
             if losses:
@@ -60,12 +63,6 @@ def count_flops(
             "a gradient. Let some parameter require one."
         )
     return list(zip(flops.forward, flops.backward, strict=True))
-
-
-def _call_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), batch
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:

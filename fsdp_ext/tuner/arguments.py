@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fsdp_ext._util.losses import check_loss_function
 from fsdp_ext._util.numbers import MOST_STEPS, as_bool, is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
@@ -36,11 +37,7 @@ def check_arguments(
         )
     as_bool("tune", "verbose", verbose)
     check_memory_arguments("tune", memory_limit, optimizer_states)
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"tune got loss={loss!r}. Pass a function of the model's output, or leave it out to "
-            "use the mean."
-        )
+    check_loss_function(loss, "tune")
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -12,7 +12,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_ext._util.losses import check_loss
+from fsdp_ext._util.losses import check_loss, output_of
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.root.root import Root
@@ -62,13 +62,9 @@ class Trial:
         """Run forward and backward, each part in a ``guard`` of its name; return the seconds."""
         self._synchronize()
         start = time.perf_counter()
-        batch = self.batch
         try:
             with guard("forward"):
-                if isinstance(batch, Mapping):
-                    output = self.model(**batch)
-                else:
-                    output = self.model(*(batch if isinstance(batch, tuple) else (batch,)))
+                output = output_of(self.model, self.batch)
             with guard("the loss"):
                 scalar = self.loss(output)
                 check_loss(scalar, "tune")

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_ext._util.losses import mean_of_output
+from fsdp_ext._util.losses import check_loss_function, mean_of_output
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.units import Units
@@ -25,7 +25,6 @@ from fsdp_ext.sharding.api.arguments import device_of, resolve_mesh
 from fsdp_ext.verifier import checks
 from fsdp_ext.verifier.arguments import (
     check_copy,
-    check_loss_function,
     check_model,
     check_settings,
     names_of_units,
@@ -104,7 +103,7 @@ def verify(
     """
     check_model(model)
     verbose = as_bool("verify", "verbose", verbose)
-    check_loss_function(loss)
+    check_loss_function(loss, "verify")
     if isinstance(transport, Simulated):
         raise TypeError(
             "verify got a Simulated transport, which moves no data, so nothing could be compared. "

@@ -59,19 +59,6 @@ def check_model(model: Any) -> None:
             )
 
 
-def check_loss_function(loss: object) -> None:
-    """Check that the loss can be called.
-
-    Raises:
-        TypeError: if it cannot.
-    """
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"verify got loss={loss!r}. Pass a function of the model's output, or leave it out to "
-            "use the mean."
-        )
-
-
 def check_settings(settings: Mapping[str, Any], ranks: int, device_type: str) -> None:
     """Check the arguments of ``fully_shard`` before copies are made.
 

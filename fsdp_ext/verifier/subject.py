@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_ext._util.losses import output_of
 from fsdp_ext.sharding.api.entry import fully_shard
 from fsdp_ext.sharding.params.ownership import own_grad_dtype
 from fsdp_ext.sharding.params.param_group import keeps_dtype
@@ -76,11 +77,7 @@ class Subject:
                 is no rank's own gradient.
         """
         own = tree_map_only(Tensor, _copied, self.batch)
-        if isinstance(own, Mapping):
-            output = model(**own)
-        else:
-            output = model(*(own if isinstance(own, tuple) else (own,)))
-        value = self.loss(output) * weight
+        value = self.loss(output_of(model, own)) * weight
         return value, [leaf for leaf in tree_leaves(own) if _is_trained_leaf(leaf)]
 
     def plain(self, prepare: Preparation = no_preparation) -> nn.Module:
