@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -72,34 +72,21 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "fsdp_ext.profile. Call it outside of the block."
         )
     of_root = units[0].settings
-    _check_calls(
-        units[0],
-        {
-            "set_manual_backward_finalization(False)": not of_root.finalizes_by_hand,
-            "set_is_last_backward(True)": of_root.is_last_backward,
-        },
-    )
     for unit in units:
         own = unit.settings
-        _check_calls(
-            unit,
-            {
-                "set_requires_gradient_sync(True)": own.requires_gradient_sync,
-                "set_requires_all_reduce(True)": own.requires_all_reduce or unit.replicas == 1,
-                "set_reshard_after_backward(True)": own.reshard_after_backward,
-            },
-        )
-
-
-def _check_calls(unit: Unit, is_so_after: Mapping[str, bool]) -> None:
-    """Raise ValueError that names the first call whose effect the unit lacks."""
-    for call, is_so in is_so_after.items():
-        if not is_so:
-            raise ValueError(
-                "tune needs steps that gather all units, reduce all gradients and end by "
-                f"themselves, but unit '{unit.name}' was told otherwise. Call {call} before, "
-                "and change it back after."
-            )
+        for call, is_so in {
+            "set_manual_backward_finalization(False)": not of_root.finalizes_by_hand,
+            "set_is_last_backward(True)": of_root.is_last_backward,
+            "set_requires_gradient_sync(True)": own.requires_gradient_sync,
+            "set_requires_all_reduce(True)": own.requires_all_reduce or unit.replicas == 1,
+            "set_reshard_after_backward(True)": own.reshard_after_backward,
+        }.items():
+            if not is_so:
+                raise ValueError(
+                    "tune needs steps that gather all units, reduce all gradients and end by "
+                    f"themselves, but unit '{unit.name}' was told otherwise. Call {call} before, "
+                    "and change it back after."
+                )
 
 
 def agreed_limit(

@@ -12,7 +12,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import reshard
 
 WARMUP = 2
 _ROUNDS = 6
@@ -132,35 +133,25 @@ def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as at_the_end:
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                was = None if buffer is None else buffer.clone()
-                at_the_end.callback(_restore_buffer, module, name, buffer, was)
+                at_the_end.callback(module._buffers.__setitem__, name, buffer)
+                if buffer is not None:
+                    at_the_end.callback(_restore, [buffer], [buffer.clone()])
         for unit in units:
             values = [shard.clone() for shard in _shards(unit)]
             at_the_end.callback(_restore_shards, unit, values)
-        for unit in units:
-            at_the_end.callback(_reshard, unit)
+        for unit in units:  # an unsharded copy has the values that are replaced
+            at_the_end.callback(reshard, unit)
         yield
 
 
-def _reshard(unit: Unit) -> None:
-    """Free an unsharded copy, which has the values that are replaced."""
-    if unit.root is not None and unit.impl is not None:
-        unit.root.reshard(unit)
+def _restore_shards(unit: Unit, values: Iterable[Tensor]) -> None:
+    _restore(_shards(unit), values)
 
 
-def _restore_shards(unit: Unit, values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for shard, value in zip(_shards(unit), values, strict=True):
-            shard.copy_(value)
-
-
-def _restore_buffer(
-    module: nn.Module, name: str, buffer: Tensor | None, was: Tensor | None
-) -> None:
-    with torch.no_grad():
-        if buffer is not None and was is not None:
-            buffer.copy_(was)
-    module._buffers[name] = buffer
+@torch.no_grad()
+def _restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _shards(unit: Unit) -> list[Tensor]:
