@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -218,21 +219,42 @@ def _group_of(
     made = _groups.setdefault(group, {})
     key = tuple(ranks)
     if key not in made:
-        try:
-            made[key] = dist.new_group(
-                list(ranks),
-                timeout=timeout_of(group, device),
-                backend=dist.get_backend(group) if device.type == "cpu" else "gloo",
-                use_local_synchronization=True,
-                group_desc=f"fsdp_ext_part_{len(ranks)}",
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {dist.get_rank()} could not make a process group for {why}: "
-                f"{plain_text(error)}. Another rank may hang or may have failed. Look at the "
-                "output of all ranks."
-            ) from error
+        backend = dist.get_backend(group) if device.type == "cpu" else "gloo"
+        timeout = timeout_of(group, device)
+        made[key] = _new_group(ranks, timeout, backend, f"part_{len(ranks)}", why)
     return made[key]
+
+
+def _new_group(
+    ranks: Sequence[int], timeout: timedelta, backend: str, name: str, why: str
+) -> dist.ProcessGroup:
+    """Make a process group. Its ranks call this, and no others.
+
+    Args:
+        ranks: its ranks.
+        timeout: that of its collectives, and the longest wait for another rank here.
+        backend: the name of its backend.
+        name: ends its description.
+        why: its purpose, for the message.
+
+    Raises:
+        RuntimeError: if a rank does not come within the timeout.
+    """
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"fsdp_ext_{name}",
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not make a process group for {why}: "
+            f"{plain_text(error)}. Another rank may hang or may have failed. Look at the output of "
+            "all ranks."
+        ) from error
+    return made
 
 
 # For each process group, further groups of the same ranks. The key names the only user.
@@ -259,20 +281,8 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> d
         return group
     made = _beside.setdefault(group, {})
     if user not in made:
-        try:
-            made[user] = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timeout_of(group, device),
-                backend=dist.get_backend(group),
-                use_local_synchronization=True,
-                group_desc=f"fsdp_ext_{user}",
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {dist.get_rank()} could not make a process group for {user}: "
-                f"{plain_text(error)}. Another rank may hang or may have failed. Look at the "
-                "output of all ranks."
-            ) from error
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        made[user] = _new_group(ranks, timeout_of(group, device), backend, user, user)
     return made[user]
 
 
@@ -323,29 +333,18 @@ def _process_group_lanes(
     reductions. Backends match collectives by their order on a group. Hence each lane has a group of
     its own over the same ranks.
     """
-    timeout = timeout_of(group, device)
-    try:
-        gather, reduce, exchange = (
-            dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timeout,
-                backend=dist.get_backend(group),
-                use_local_synchronization=True,
-                group_desc=f"fsdp_ext_{lane}",
-            )
-            for lane in ("gather", "reduce", "exchange")
-        )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} could not make process groups for the lanes: "
-            f"{plain_text(error)}. A rank may hang or have failed. Look at the output of all ranks."
-        ) from error
+    timeout, backend = timeout_of(group, device), dist.get_backend(group)
+    ranks = dist.get_process_group_ranks(group)
+    gather, reduce, exchange = (
+        _new_group(ranks, timeout, backend, lane, "the lanes")
+        for lane in ("gather", "reduce", "exchange")
+    )
     return _C.Lanes.process_group(
         gather,
         reduce,
         exchange,
         (timeout + GRACE).total_seconds(),
-        ranks=dist.get_process_group_ranks(group),
+        ranks=ranks,
         processes=processes_of(group),
         on_host=on_host,
     )
