@@ -53,14 +53,14 @@ class Spread:
         """Return the DTensor with ``local`` as this rank's part, on whatever device that is."""
         if local.device.type not in (self.mesh.device_type, "meta"):
             return self.wrap(local.view_as(local))  # from_local would move offloaded memory
-        stride = _contiguous_stride(self.shape)
+        stride = contiguous_stride(self.shape)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
         )
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor with ``local`` itself inside, because its class may have no views."""
-        stride = _contiguous_stride(self.shape)
+        stride = contiguous_stride(self.shape)
         meta = TensorMeta(self.shape, stride, local.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -178,7 +178,8 @@ def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], 
     return make
 
 
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, which need not exist."""
     stride = [1]
     for size in reversed(shape[1:]):
         stride.append(stride[-1] * max(size, 1))

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import MisuseError
-from fsdp_ext.sharding.params.dtensors import Spread
+from fsdp_ext.sharding.params.dtensors import Spread, contiguous_stride
 from fsdp_ext.sharding.params.ownership import is_extension, mark_unsharded
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
@@ -267,7 +267,7 @@ class Extension:
         self._check_dtype(tensor)
         in_slot = {output.untyped_storage()._cdata for output in outputs}
         self._own = [each for each in inner if each.untyped_storage()._cdata not in in_slot]
-        whole = torch.as_strided(tensor, self._shape, _contiguous_stride(self._shape), 0)
+        whole = torch.as_strided(tensor, self._shape, contiguous_stride(self._shape), 0)
         if self._spread is not None:
             whole = self._spread.wrap(whole)
         self._unsharded = nn.Parameter(whole, requires_grad=self._sharded.requires_grad)
@@ -291,7 +291,7 @@ class Extension:
         if len(signature.parameters) == 1:
             inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
         elif len(signature.parameters) == 5:
-            stride = _contiguous_stride(self._shape)
+            stride = contiguous_stride(self._shape)
             inputs, metadata = local.fsdp_pre_all_gather(
                 self._mesh, self._shape, stride, self._module(), self._policy
             )
@@ -391,7 +391,3 @@ def _resize(tensor: torch.Tensor, nbytes: int) -> None:
     storage = tensor.untyped_storage()
     if storage.size() != nbytes:
         storage.resize_(nbytes)
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
