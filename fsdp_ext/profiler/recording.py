@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fsdp_ext import _C
 
@@ -166,21 +166,12 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
     return rate("gather"), rate("reduce")
 
 
+# The attributes of the ledger's spans have the same names.
+_FIELDS = tuple(each.name for each in fields(Span))
+
+
 def _span(timed: _C.TimedSpan) -> Span:
-    return Span(
-        work=timed.work,
-        phase=timed.phase,
-        first=timed.first,
-        last=timed.last,
-        nbytes=timed.nbytes,
-        begin=timed.begin,
-        end=timed.end,
-        issued=timed.issued,
-        refused=timed.refused,
-        possible=timed.possible,
-        lead=timed.lead,
-        on_demand=timed.on_demand,
-    )
+    return Span(**{name: getattr(timed, name) for name in _FIELDS})
 
 
 def read_iterations(raw: Sequence[_C.IterationTimes], end: float) -> list[Iteration]:
