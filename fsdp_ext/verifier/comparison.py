@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,32 +53,26 @@ def _kind(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Difference:
-    """The first difference between the two copies.
+    """A difference between the two copies. The first one sorts first.
 
     Args:
-        parameter: the first parameter, buffer or other value that differs.
-        what: the first difference: its place and size.
-        rank: the first rank that sees it.
+        place: its place among all comparisons.
+        rank: the rank that sees it.
+        parameter: the parameter, buffer or other value that differs.
+        what: where and by how much it differs.
+        of_model: whether it is of a parameter or a buffer.
     """
 
+    place: int
+    rank: int
     parameter: str
     what: str
-    rank: int
-
-
-@dataclass(frozen=True, order=True)
-class _Found:
-    """A difference on this rank, and its place among all comparisons."""
-
-    place: int
-    name: str
-    what: str
-    of_model: bool  # a parameter or a buffer
+    of_model: bool
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.what}"
+        return f"{self.parameter}: {self.what}"
 
 
 class Comparison:
@@ -87,7 +81,8 @@ class Comparison:
     Attributes:
         peers: all ranks.
         when: ends the message, for example the number of the step.
-        difference: the first difference of the lowest rank; None if everything was equal.
+        difference: the first difference of the lowest rank, with the name of the first parameter
+            or buffer that differs, if any does; None if everything was equal.
         values: how many elements this rank has compared.
         is_exact: whether all of them were compared bit for bit.
         transport: the transport of the collectives; empty if none ran.
@@ -101,7 +96,7 @@ class Comparison:
         self.is_exact = True
         self.transport = ""
         self._place = 0
-        self._found: list[_Found] = []
+        self._found: list[Difference] = []
 
     def add(
         self,
@@ -120,7 +115,8 @@ class Comparison:
             self.is_exact &= bound is None
         text = difference(expected, seen, bound, equal_nan=True)
         if text:
-            self._found.append(_Found(self._place, name, f"{what} {text}{self.when}", of_model))
+            what = f"{what} {text}{self.when}"
+            self._found.append(Difference(self._place, self.peers.rank, name, what, of_model))
 
     def add_all(
         self, expected: Iterable[tuple[str, Tensor]], seen: Iterable[tuple[str, Tensor]]
@@ -135,19 +131,14 @@ class Comparison:
             min(self._found, default=None),
             min((each for each in self._found if each.of_model), default=None),
         ]
-        of_ranks = self.peers.exchange(own)
-        first = _first([of_rank[0] for of_rank in of_ranks])
-        if first is None:
+        of_any, of_models = (
+            [each for each in of_ranks if each is not None]
+            for of_ranks in zip(*self.peers.exchange(own), strict=True)
+        )
+        if not of_any:
             return False
-        found, rank = first
-        of_model = _first([of_rank[1] for of_rank in of_ranks])
-        named = found if of_model is None else of_model[0]
-        what = str(found) if named == found else f"{found}; the first parameter is {named}"
-        self.difference = Difference(named.name, what, rank)
+        first = min(of_any)
+        named = min(of_models, default=first)
+        what = str(first) if named == first else f"{first}; the first parameter is {named}"
+        self.difference = replace(first, parameter=named.parameter, what=what)
         return True
-
-
-def _first(found: list[_Found | None]) -> tuple[_Found, int] | None:
-    """Return the first difference of all ranks, and the lowest rank that sees it."""
-    differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
-    return min(differences, key=lambda one: (one[0].place, one[1]), default=None)

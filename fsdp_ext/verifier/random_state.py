@@ -5,62 +5,42 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """The generators of Python, torch and, if it is loaded, NumPy at one moment.
+def random_state() -> Callable[[], None]:
+    """Return a function that lets the random generators continue from their present state.
 
-    Args:
-        of_python: the state of ``random``.
-        of_torch: the state of torch's generator on the host.
-        of_device: the state of the current GPU's generator; None without a GPU.
-        of_numpy: the state of ``numpy.random``; None if NumPy is not loaded.
+    These are the generators of Python, of torch on the host and on the current GPU, and of NumPy if
+    it is loaded.
     """
+    cuda: Any = torch.cuda
+    numpy: Any = sys.modules.get("numpy.random")
+    restore_each: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if cuda.is_available() and cuda.is_initialized():
+        restore_each.append(partial(cuda.set_rng_state, cuda.get_rng_state()))
+    if numpy is not None:
+        restore_each.append(partial(numpy.set_state, numpy.get_state()))
 
-    of_python: Any
-    of_torch: torch.Tensor
-    of_device: torch.Tensor | None
-    of_numpy: Any
+    def restore() -> None:
+        for each in restore_each:
+            each()
 
-    @classmethod
-    def now(cls) -> RandomState:
-        """Return the present state."""
-        cuda: Any = torch.cuda
-        on_gpu = cuda.is_available() and cuda.is_initialized()
-        numpy = _numpy_random()
-        return cls(
-            random.getstate(),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state() if on_gpu else None,
-            None if numpy is None else numpy.get_state(),
-        )
-
-    def restore(self) -> None:
-        """Let the generators continue from this state."""
-        random.setstate(self.of_python)
-        torch.set_rng_state(self.of_torch)
-        if self.of_device is not None:
-            torch.cuda.set_rng_state(self.of_device)
-        numpy = _numpy_random()
-        if numpy is not None and self.of_numpy is not None:
-            numpy.set_state(self.of_numpy)
+    return restore
 
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restore the generators afterwards."""
-    state = RandomState.now()
+    restore = random_state()
     try:
         yield
     finally:
-        state.restore()
-
-
-def _numpy_random() -> Any:
-    return sys.modules.get("numpy.random")
+        restore()

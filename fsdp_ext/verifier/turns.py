@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 
-from fsdp_ext.verifier.random_state import RandomState
+from fsdp_ext.verifier.random_state import random_state
 
 T = TypeVar("T")
 
@@ -72,10 +72,10 @@ class Turns:
                 self._offers = {}
                 self._meetings += 1
             else:
-                state = RandomState.now()
+                restore = random_state()
                 self._pass_on(rank)
                 self._wait_for_turn(rank, what)
-                state.restore()
+                restore()
             if self._meetings == meeting:
                 ended = min(self._ended)
                 raise RuntimeError(f"rank {rank} is in {what}, but rank {ended} has ended.")
@@ -200,7 +200,7 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
     turns = Turns(size)
-    state = RandomState.now()
+    restore = random_state()
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     narrow = torch.get_autocast_dtype("cpu")
     results: dict[int, T] = {}
@@ -209,7 +209,7 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
     def run(rank: int) -> None:
         _here.turns = turns
         turns.enter(rank)
-        state.restore()  # all ranks begin with the generators of the caller
+        restore()  # all ranks begin with the generators of the caller
         try:
             with torch.set_grad_enabled(grad), torch.autocast("cpu", narrow, enabled=autocast):
                 dist.init_process_group(
@@ -235,7 +235,7 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
         finally:
             _c10d._set_thread_isolation_mode(False)
             threaded._uninstall_threaded_pg()
-            state.restore()
+            restore()
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
