@@ -6,8 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -18,14 +16,13 @@ from torch import nn
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import MOST_STEPS, is_at_least
 from fsdp_ext.comm.inline_group import refuse_inline
-from fsdp_ext.profiler.causes import Exposure, Lateness
+from fsdp_ext.profiler.causes import Exposure
 from fsdp_ext.profiler.merge import collect, compare_clocks, lateness
 from fsdp_ext.profiler.picture import draw
-from fsdp_ext.profiler.recording import Iteration, read_iterations
+from fsdp_ext.profiler.recording import read_iterations
 from fsdp_ext.profiler.report import document_of, text_of
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
-from fsdp_ext.profiler.slowdown import Slowdown
 from fsdp_ext.profiler.torch_trace import read_torch_trace
 from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.root.agreement import exchange, has_peers
@@ -41,7 +38,7 @@ def is_profiled(root: Root) -> bool:
     return root in _profiled
 
 
-class profile:
+class profile(Recording):
     """Record when each collective was issued, began and ended, and which work waited for it.
 
         with fsdp_ext.profile(model) as prof:
@@ -73,8 +70,24 @@ class profile:
                 f"profile got iterations={iterations!r}. Keep from 1 to {MOST_STEPS} steps."
             )
         self._impl = self._root.impl
-        self._members: dict[tuple[int, int], Sequence[int]] = {}
-        self._recording = _nothing_yet(self._root, iterations)
+        units, sizes = self._root.units, self._impl.unsharded_bytes()
+        trainable = [
+            sum(param.sharded.numel() for param in unit.params if param.requires_grad)
+            for unit in units
+        ]
+        super().__init__(
+            names=[unit.name for unit in units],
+            sizes=sizes,
+            # Units with equal bytes and equally many trained elements are assumed to compute alike.
+            kinds=list(zip(sizes, trainable, strict=True)),
+            transport=self._root.lanes.transport,
+            is_simulated=self._root.lanes.is_simulated,
+            rank=units[0].ranks.rank_in_mesh,
+            world_size=units[0].ranks.world_size,
+            on_gpu=units[0].device.type == "cuda",
+            kept=iterations,
+            replicas=units[0].ranks.replicas,
+        )
 
     def __enter__(self) -> profile:
         """Begin to record; the next forward is the first in the recording."""
@@ -83,7 +96,7 @@ class profile:
                 "This model is already being profiled, since the block is inside another profile's "
                 "block. Use the outer profile."
             )
-        self._recording = replace(self._recording, ranks={}, late={}, lost=0)
+        self.update(by_rank={}, late={}, lost=0)
         self._impl.keep_times(self.kept)
         self._note_buckets()
         _profiled.add(self._root)
@@ -114,12 +127,10 @@ class profile:
             raise RuntimeError(
                 "profile recorded no whole step. Run forward and backward in its block."
             )
-        self._recording = replace(
-            self._recording,
-            ranks={self.rank: iterations},
+        self.update(
+            by_rank={self.rank: iterations},
             lost=lost,
             prefetch_depth=self._root.settings.prefetch,
-            members=dict(self._members),
             wall_clock=_wall_clock(),
         )
 
@@ -127,78 +138,9 @@ class profile:
         self._impl.form_buckets()  # there may be none yet after parameters were replaced
         for bucket in self._impl.buckets():
             members = bucket["units"]
-            self._members[members[0], members[-1]] = members
+            self.buckets[members[0], members[-1]] = members
 
-    def _recorded(self) -> Recording:
-        if not self._recording.ranks:
-            raise RuntimeError(
-                "profile has no times yet: it reads them when its with block ends. Leave the block "
-                "first."
-            )
-        return self._recording
-
-    # - What was recorded
-
-    @property
-    def iterations(self) -> list[Iteration]:
-        """This rank's steps, the oldest first.
-
-        Raises:
-            RuntimeError: before the block has ended.
-        """
-        return self._recorded().iterations
-
-    @property
-    def ranks(self) -> dict[int, list[Iteration]]:
-        """The steps of each known rank: of this rank alone, or of all ranks after merge().
-
-        Raises:
-            RuntimeError: before the block has ended.
-        """
-        return self._recorded().ranks
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the units, by number."""
-        return self._recording.names
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each unit's unsharded parameters."""
-        return self._recording.sizes
-
-    @property
-    def transport(self) -> str:
-        """Name of the transport."""
-        return self._recording.transport
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the mesh."""
-        return self._recording.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._recording.world_size
-
-    @property
-    def kept(self) -> int:
-        """How many steps are kept at most."""
-        return self._recording.kept
-
-    @property
-    def lost(self) -> int:
-        """How many older steps were dropped."""
-        return self._recording.lost
-
-    @property
-    def late(self) -> Mapping[tuple[int, int], Lateness]:
-        """The straggler of each collective, by iteration number and place among its spans.
-
-        It is empty until ranks are merged.
-        """
-        return self._recording.late
+    # - All ranks
 
     def merge(self, timelines: bool = True) -> profile:
         """Find the straggler of each collective. All ranks of the mesh call this.
@@ -228,22 +170,18 @@ class profile:
         mine = [one for one in self.iterations if one.number in clocks.common]
         late = lateness(mine, clocks, unit)
         ranks = collect(mine, clocks, unit) if timelines else {self.rank: mine}
-        self._recording = replace(self._recording, ranks=ranks, late=late)
+        self.update(by_rank=ranks, late=late)
         return self
-
-    def explain(self) -> list[list[Exposure]]:
-        """Return, for each step, the waits of the compute stream and their causes."""
-        return self._recorded().exposures
-
-    def slowdown(self) -> Slowdown | None:
-        """Return how much slower units compute beside communication; None if that is unknown."""
-        return self._recorded().slowdown
 
     # - Figures
 
+    def explain(self) -> list[list[Exposure]]:
+        """Return, for each step, the waits of the compute stream and their causes."""
+        return self.exposures
+
     def summary(self) -> Summary:
         """Return the average step. Its parts add up to the whole."""
-        return summarise(self._recorded())
+        return summarise(self)
 
     def rows(self, by: str = "bucket") -> list[Row]:
         """Return the cost of communication, in the order of the units.
@@ -256,15 +194,7 @@ class profile:
         Raises:
             ValueError: if ``by`` is neither.
         """
-        return rows_of(self._recorded(), by)
-
-    def members(self, units: tuple[int, int]) -> list[int]:
-        """Return the numbers of a bucket's units, given the numbers of its first and last unit."""
-        return list(self._recording.units_of(units))
-
-    def name_of(self, units: tuple[int, int]) -> str:
-        """Return the name of a unit, or of a bucket given its first and last unit."""
-        return self._recording.name_of(units)
+        return rows_of(self, by)
 
     # - Output
 
@@ -282,14 +212,14 @@ class profile:
         Raises:
             ValueError: if ``by`` is neither.
         """
-        text = text_of(self._recorded(), by)
+        text = text_of(self, by)
         if file is not None or self.rank == 0 or not has_peers(self._root.units[0]):
             (file or sys.stdout).write(text + "\n")
         return text
 
     def __str__(self) -> str:
         """Return the report."""
-        return text_of(self._recorded(), "bucket")
+        return text_of(self, "bucket")
 
     def to_json(self, path: str | Path | None = None) -> str | None:
         """Return all figures and spans as JSON, or write them to ``path``, whole or not at all.
@@ -299,7 +229,7 @@ class profile:
         Raises:
             OSError: if ``path`` cannot be written.
         """
-        text = json.dumps(document_of(self._recorded()), indent=1)
+        text = json.dumps(document_of(self), indent=1)
         if path is None:
             return text
         write_text(path, text + "\n")
@@ -320,9 +250,8 @@ class profile:
             OSError: if ``path`` cannot be written, or ``torch_trace`` cannot be read.
             ValueError: if ``torch_trace`` is no such trace, or was recorded at another time.
         """
-        recording = self._recorded()
-        beside = None if torch_trace is None else read_torch_trace(Path(torch_trace), recording)
-        write_text(Path(path), json.dumps(trace_of(recording, beside)) + "\n")
+        beside = None if torch_trace is None else read_torch_trace(Path(torch_trace), self)
+        write_text(Path(path), json.dumps(trace_of(self, beside)) + "\n")
 
     def plot(self, path: str | os.PathLike[str], iteration: int | None = None) -> None:
         """Draw one step: compute, collectives and waits.
@@ -337,7 +266,7 @@ class profile:
             ValueError: if there is no such step.
             OSError: if ``path`` cannot be written.
         """
-        draw(self._recorded(), Path(path), iteration)
+        draw(self, Path(path), iteration)
 
 
 def _wall_clock() -> int:
@@ -349,26 +278,3 @@ def _wall_clock() -> int:
         after = time.monotonic_ns()
         readings.append((after - before, wall - (before + after) // 2))
     return min(readings)[1]
-
-
-def _nothing_yet(root: Root, kept: int) -> Recording:
-    """Return a recording without steps."""
-    first = root.units[0]
-    sizes = root.impl.unsharded_bytes()
-    trainable = [
-        sum(param.sharded.numel() for param in unit.params if param.requires_grad)
-        for unit in root.units
-    ]
-    return Recording(
-        names=[unit.name for unit in root.units],
-        sizes=sizes,
-        # Units with equal bytes and equally many trained elements are assumed to compute alike.
-        kinds=list(zip(sizes, trainable, strict=True)),
-        transport=root.lanes.transport,
-        is_simulated=root.lanes.is_simulated,
-        rank=first.ranks.rank_in_mesh,
-        world_size=first.ranks.world_size,
-        on_gpu=first.device.type == "cuda",
-        kept=kept,
-        replicas=first.ranks.replicas,
-    )

@@ -83,7 +83,7 @@ def document_of(recording: Recording) -> dict[str, Any]:
     After a merge, "slowest" lists the straggler of each of this rank's collectives. "number" is the
     step's number and "span" the collective's place among the step's spans.
     """
-    slow = recording.slowdown
+    slow = recording.slowdown()
     return {
         "transport": recording.transport,
         "world_size": recording.world_size,

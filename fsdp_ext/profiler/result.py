@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from fsdp_ext.profiler.causes import Context, Exposure, Lateness, explain, typical_seconds
 from fsdp_ext.profiler.recording import Iteration
 from fsdp_ext.profiler.slowdown import Slowdown, slowdown
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Recording:
     """The steps of one rank, of all ranks after a merge, and the names for reports.
 
-    Args:
+    Attributes:
         names: names of the units, by number.
         sizes: bytes of each unit's unsharded parameters.
         kinds: a key for each unit. Units with equal keys are assumed to compute alike.
@@ -27,8 +28,8 @@ class Recording:
         kept: how many steps are kept at most.
         lost: how many older steps were dropped.
         prefetch_depth: depth of the prefetch in these steps.
-        members: numbers of each bucket's units, by the numbers of its first and last unit.
-        ranks: iterations of each known rank, the oldest first.
+        buckets: numbers of each bucket's units, by the numbers of its first and last unit.
+        by_rank: iterations of each known rank, the oldest first; empty before the block has ended.
         late: the straggler of each collective, by iteration number and place among its spans. It is
             empty until ranks are merged.
         replicas: how many ranks have the same shard.
@@ -47,15 +48,39 @@ class Recording:
     kept: int
     lost: int = 0
     prefetch_depth: int = 0
-    members: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    ranks: dict[int, list[Iteration]] = field(default_factory=dict)
+    buckets: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    by_rank: dict[int, list[Iteration]] = field(default_factory=dict)
     late: Mapping[tuple[int, int], Lateness] = field(default_factory=dict)
     replicas: int = 1
     wall_clock: int = 0
 
+    def update(self, **changes: Any) -> None:
+        """Set attributes, and forget what was computed from them."""
+        vars(self).update(changes)
+        for computed in ("exposures", "_slowdown"):
+            vars(self).pop(computed, None)
+
+    @property
+    def ranks(self) -> dict[int, list[Iteration]]:
+        """The steps of each known rank: of this rank alone, or of all ranks after merge().
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
+        if not self.by_rank:
+            raise RuntimeError(
+                "profile has no times yet: it reads them when its with block ends. Leave the block "
+                "first."
+            )
+        return self.by_rank
+
     @property
     def iterations(self) -> list[Iteration]:
-        """The steps of this rank."""
+        """This rank's steps, the oldest first.
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
         return self.ranks[self.rank]
 
     @cached_property
@@ -69,14 +94,17 @@ class Recording:
         )
         return [explain(iteration, context) for iteration in self.iterations]
 
-    @cached_property
     def slowdown(self) -> Slowdown | None:
-        """How much slower units compute beside communication; None if that is unknown."""
+        """Return how much slower units compute beside communication; None if that is unknown."""
+        return self._slowdown
+
+    @cached_property
+    def _slowdown(self) -> Slowdown | None:
         return slowdown(self.iterations, self.kinds)
 
-    def units_of(self, bucket: tuple[int, int]) -> Sequence[int]:
-        """Return the numbers of a bucket's units, given its first and its last one."""
-        return self.members.get(bucket, [bucket[0]])
+    def members(self, units: tuple[int, int]) -> list[int]:
+        """Return the numbers of a bucket's units, given the numbers of its first and last unit."""
+        return list(self.buckets.get(units, [units[0]]))
 
     def name_of(self, units: tuple[int, int]) -> str:
         """Return the name of a unit, or of a bucket given its first and its last unit."""

@@ -104,7 +104,7 @@ def summarise(recording: Recording) -> Summary:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / count
 
-    slow = recording.slowdown
+    slow = recording.slowdown()
     costs = _costs(recording).values()
     causes: defaultdict[str, float] = defaultdict(float)
     for cost in costs:
@@ -188,7 +188,7 @@ def _shares(
     if units == _EVERY_UNIT:
         yield units, 1.0
         return
-    members = recording.units_of(units)
+    members = recording.members(units)
     total = sum(recording.sizes[number] for number in members)
     for number in members:
         yield (number, number), recording.sizes[number] / total if total else 1 / len(members)
