@@ -22,7 +22,6 @@ from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import Transport
 from fsdp_ext.planner.arguments import (
-    Links,
     Target,
     check_groups,
     check_memory_arguments,
@@ -176,13 +175,9 @@ def plan(
     seconds = _seconds(root, flops, flops_per_second, compute)
     if seconds is not None:
         refuse_groups(root.units)
-    used = resolve_links(link, replica_link, typical, target)
-    costs = (
-        None
-        if seconds is None
-        else StepCosts(seconds, used.within, contention, copies, used.between)
-    )
-    result = _result(root, target, used, flops, costs, optimizer_states)
+    links = resolve_links(link, replica_link, typical, target)
+    costs = None if seconds is None else StepCosts(seconds, links[0], contention, copies, links[1])
+    result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
 
@@ -212,7 +207,7 @@ def _seconds(
 def _result(
     root: PlannedRoot,
     target: Target,
-    links: Links,
+    links: tuple[Link, Link | None],
     flops: list[tuple[int, int]] | None,
     costs: StepCosts | None,
     optimizer_states: int,
@@ -225,14 +220,14 @@ def _result(
         world_size=target.ranks.world_size,
         device_type=target.device_type,
         transport=target.transport,
-        link=links.within,
+        link=links[0],
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, layouts, found, flops),
         buckets=bucket_sizes(root, found),
         memory=memory_of(root, layouts, found, optimizer_states),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
-        replica_link=links.between,
+        replica_link=links[1],
     )
 
 

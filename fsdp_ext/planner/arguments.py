@@ -267,23 +267,12 @@ def refuse_groups(units: Sequence[ParamGroup]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Links:
-    """The links that times are simulated for, as the ranks see them.
-
-    Args:
-        within: connects the ranks that shard the model.
-        between: connects replicas; None if there are none.
-    """
-
-    within: Link
-    between: Link | None
-
-
 def resolve_links(
     link: Link | str | None, replica_link: Link | str | None, typical: Link, target: Target
-) -> Links:
-    """Return the links that were asked for, or typical ones.
+) -> tuple[Link, Link | None]:
+    """Return the links between ranks that shard the model, and between replicas if there are any.
+
+    They are the ones that were asked for, or typical ones.
 
     Raises:
         ValueError: if an argument is neither a link nor the name of a preset, or if a link has no
@@ -297,14 +286,14 @@ def resolve_links(
                 "plan got replica_link for a model without replicas. Pass replicas=, too, or leave "
                 "it out."
             )
-        return Links((within or typical).over(shards), None)
+        return (within or typical).over(shards), None
     if between is not None:
         between = between.over(replicas)
     elif within is not None:
         between = within.between_replicas(shards, replicas)
     else:
         between = typical_replica_link(target.replica_transport, target.asked, shards, replicas)
-    return Links((within or typical).over(shards), between)
+    return (within or typical).over(shards), between
 
 
 def _link(asked: Link | str | None, name: str) -> Link | None:

@@ -172,10 +172,9 @@ def predict(
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
     sums = _lane_of_replicas(chain, replica_link)
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
-    order = _Chain(chain, root is not None)
-    program = _Program(order, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
+    program = _Program(chain, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
     clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
-    for task in program.run(launch):
+    for task in program.run(launch, has_root=root is not None):
         if isinstance(task, _Compute):
             clock.compute(task)
         else:
@@ -398,27 +397,21 @@ class _Reductions:
         self._last.append(reduced)
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """The stages in the order in which forward enters them.
+class _Program:
+    """One forward and one backward: issues jobs, and yields compute and the jobs to wait for.
 
-    Args:
-        stages: the stages, the root first if there is one.
-        has_root: whether the first stage encloses the others.
+    The stages are in the order in which forward enters them.
     """
 
-    stages: Sequence[Stage]
-    has_root: bool
-
-
-class _Program:
-    """One forward and one backward: issues jobs, and yields compute and the jobs to wait for."""
-
     def __init__(
-        self, chain: _Chain, gathers: _Lane, reductions: _Reductions, ring: _Ring, depth: int
+        self,
+        stages: Sequence[Stage],
+        gathers: _Lane,
+        reductions: _Reductions,
+        ring: _Ring,
+        depth: int,
     ) -> None:
-        self._chain = chain
-        self._stages = chain.stages
+        self._stages = stages
         self._gathers = gathers
         self._reductions = reductions
         self._ring = ring
@@ -426,9 +419,9 @@ class _Program:
         self._unsharded: dict[int, _Job | None] = {}  # the gather of each unsharded stage
         self._done: dict[int, _Job] = {}  # the last gather of each stage
 
-    def run(self, launch: float) -> Iterator[_Compute | _Job]:
+    def run(self, launch: float, has_root: bool) -> Iterator[_Compute | _Job]:
+        """Run the stages, the first of which encloses the others if ``has_root``."""
         numbers = range(len(self._stages))
-        has_root = self._chain.has_root
         root, below = numbers[:has_root], numbers[has_root:]
         for position, number in enumerate(numbers):
             yield from self._enter(number, numbers[position + 1 :], launch)
