@@ -57,25 +57,21 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return
-    for group in optimizer.param_groups:
-        for index, param in enumerate(group["params"]):
-            successor = goes_on_as(param)
-            if successor is not None:
-                _go_on(optimizer, group, index, successor)
-                continue
-            owner = replaced_as(param)
-            if owner is not None:
-                raise RuntimeError(
-                    f"the optimizer has '{owner[0]}' of {owner[1]} as it was before fully_shard, "
-                    "which no longer takes part in training. Make the optimizer after fully_shard."
-                )
-            unsharded = unsharded_name(param)
-            if unsharded is not None:
-                raise RuntimeError(
-                    f"the optimizer has the unsharded '{unsharded}', which is a copy for one "
-                    "forward and backward, so it would train nothing. Make the optimizer before "
-                    "the first forward, or after reshard()."
-                )
+    _let_go_on(optimizer)
+    for param in _params_of(optimizer):
+        owner = replaced_as(param)
+        if owner is not None:
+            raise RuntimeError(
+                f"the optimizer has '{owner[0]}' of {owner[1]} as it was before fully_shard, "
+                "which no longer takes part in training. Make the optimizer after fully_shard."
+            )
+        unsharded = unsharded_name(param)
+        if unsharded is not None:
+            raise RuntimeError(
+                f"the optimizer has the unsharded '{unsharded}', which is a copy for one "
+                "forward and backward, so it would train nothing. Make the optimizer before "
+                "the first forward, or after reshard()."
+            )
     _checked[optimizer] = count
 
 
@@ -122,16 +118,20 @@ def let_optimizers_go_on() -> None:
     """Give existing optimizers the sharded parameters in place of the original ones.
 
     So calls on an optimizer before its first step act on these, too: ``zero_grad``, state dicts,
-    gradient scalers.
+    gradient scalers. ``GradScaler.unscale_`` of an optimizer with the original parameters finds no
+    gradient, and the scaler's step then fails.
     """
     for found in gc.get_objects():
-        if not issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
-            continue
-        for group in getattr(found, "param_groups", ()):
-            for index, param in enumerate(group["params"]):
-                successor = goes_on_as(param)
-                if successor is not None:
-                    _go_on(found, group, index, successor)
+        if issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
+            _let_go_on(found)
+
+
+def _let_go_on(optimizer: torch.optim.Optimizer) -> None:
+    for group in getattr(optimizer, "param_groups", ()):
+        for index, param in enumerate(group["params"]):
+            successor = goes_on_as(param)
+            if successor is not None:
+                _go_on(optimizer, group, index, successor)
 
 
 @torch.no_grad()
