@@ -72,7 +72,7 @@ class Form:
         they gather or move as their own options say. They set FSDP1's types on PyTorch's class
         only, so only the call stack distinguishes them from other callers.
         """
-        return _SHARDED if _is_called_by(_CHECKPOINTING) else Form.of(settings, optimizer=False)
+        return _SHARDED if any(calls_of(_CHECKPOINTING)) else Form.of(settings, optimizer=False)
 
     def convert(self, value: Any) -> Any:
         """Return one value of a state dict. All ranks call this for the same values in order."""
@@ -110,12 +110,8 @@ def is_rank_0(ranks: Ranks) -> bool:
 _SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
 
 
-def _is_called_by(module: str) -> bool:
-    """Return whether the call stack has a function of the Python module of this name."""
-    return next(_calls_of(module), None) is not None
-
-
-def _calls_of(module: str) -> Iterator[FrameType]:
+def calls_of(module: str) -> Iterator[FrameType]:
+    """Yield the functions of a Python module that are being called, the innermost first."""
     frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_globals.get("__name__") == module:
@@ -129,7 +125,7 @@ def refuse_optimizers_of_flat_parameters() -> None:
     It takes the names and shapes of optimizer states from the optimizer's parameters, so it would
     save and load flat parameters as if they were equal on all ranks.
     """
-    if any(frame.f_locals.get("optims") for frame in _calls_of(_CHECKPOINTING)):
+    if any(frame.f_locals.get("optims") for frame in calls_of(_CHECKPOINTING)):
         raise NotImplementedError(
             "torch.distributed.checkpoint.state_dict got an optimizer of flat parameters, whose "
             "state it cannot name. Call FullyShardedDataParallel.optim_state_dict and "

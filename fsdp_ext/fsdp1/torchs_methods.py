@@ -7,13 +7,13 @@ a wrapper has an entry in the table of states that PyTorch reads, and the entry 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 from torch.distributed import _composable_state
 
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext.fsdp1.state_dict_forms import calls_of
 
 _TORCHS = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _LOOKS_ONLY = "fsdp_modules"  # torch.distributed.checkpoint calls it with models of all kinds
@@ -28,13 +28,8 @@ _no_state = _NoState()
 
 def _state_for_torch() -> _composable_state._State:
     """Return a state without contents, or raise if a method of PyTorch's FSDP1 asks for it."""
-    called = None
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _TORCHS:
-            called = frame.f_code.co_name
-        frame = frame.f_back
-    if called in (None, _LOOKS_ONLY):
+    calls = [frame.f_code.co_name for frame in calls_of(_TORCHS)]
+    if not calls or (called := calls[-1]) == _LOOKS_ONLY:
         return _no_state
     raise MisuseError(
         f"PyTorch's FullyShardedDataParallel.{called} was called with a model that fsdp_ext's "

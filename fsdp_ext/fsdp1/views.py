@@ -32,8 +32,7 @@ from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.fsdp1.setup import CHECKPOINTED
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
 from fsdp_ext.sharding.api.handles import UnshardHandle
-from fsdp_ext.sharding.params.flat_parameter import make_flat
-from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.params.flat_parameter import make_flat, parts_of_flat
 from fsdp_ext.sharding.root.module_state import (
     managed_modules,
     sharded_module,
@@ -131,22 +130,15 @@ class FlatParamView(_View):
                 f"the flat parameter of unit '{self._unit.name}' has shape {tuple(now.shape)} and "
                 f"was set to a tensor of shape {tuple(value.shape)}. Pass one of the same shape."
             )
-        placements = self._unit.layout_for(training=False).placements
         changed: dict[torch.Tensor, DTensor] = {
-            param.sharded: _shard_in(value, param, place.shard_offset // now.itemsize)
-            for param, place in zip(self._unit.params, placements, strict=True)
+            param.sharded: param.spread.dtensor(part)
+            for param, part in parts_of_flat(self._unit, value)
         }
         modules = {module for param in self._unit.params for module, _ in param.attributes}
         with converting(self._unit):
             for module in modules:
                 # Not module._apply: the units' own method would convert the units inside, too.
                 cast(Any, nn.Module)._apply(module, lambda t: changed.get(t, t), recurse=False)
-
-
-def _shard_in(flat: torch.Tensor, param: ShardedParam, offset: int) -> DTensor:
-    """Return the shard of ``param`` that begins at an element of a flat parameter."""
-    count = param.local.numel()
-    return param.spread.dtensor(flat[offset : offset + count].view(param.local.shape))
 
 
 class HandleView(_View):

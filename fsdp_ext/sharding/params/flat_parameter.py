@@ -159,12 +159,7 @@ class FlatParameter:
 
     def parts(self, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """Yield each parameter of the unit and its rows in a tensor like the flat parameter."""
-        unit = self._unit
-        for param, place in zip(
-            unit.params, unit.layout_for(training=False).placements, strict=True
-        ):
-            first = place.shard_offset // param.dtype.itemsize
-            yield param, flat[first : first + param.local.numel()].view(param.local.shape)
+        return parts_of_flat(self._unit, flat)
 
     def local_shard(self, flat: torch.Tensor) -> DTensor:
         """Return a tensor like the flat parameter as this rank's shard of a DTensor."""
@@ -183,6 +178,13 @@ class FlatParameter:
             for param, part in self.parts(self.param.detach())
             if part.numel() > 0 and not part.is_meta
         )
+
+
+def parts_of_flat(unit: Unit, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
+    """Yield each parameter of a unit of one dtype, and its rows in a tensor like the flat shard."""
+    for param, place in zip(unit.params, unit.layout_for(training=False).placements, strict=True):
+        first = place.shard_offset // param.dtype.itemsize
+        yield param, flat[first : first + param.local.numel()].view(param.local.shape)
 
 
 def make_flat(unit: Unit) -> None:
