@@ -118,7 +118,6 @@ def predict(
     depth: int = 1,
     slots: int | None = None,
     contention: float = 0.0,
-    launch: float = 0.0,
     packs_ahead: bool = False,
     replica_link: Link | None = None,
 ) -> Prediction:
@@ -153,8 +152,6 @@ def predict(
         contention: share of its time that compute loses while a lane works, 0 to 1. It is 0 if
             communication takes nothing from compute, as with copy engines, and about 1 if the core
             that computes also communicates, as with shared memory or gloo and one core per rank.
-        launch: seconds of host time per stage, in forward and again in backward, on top of its
-            compute.
         packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
             a GPU (Note [packing ahead] in csrc/core/reduce/reducer.h). All of them count as
             packing.
@@ -165,7 +162,7 @@ def predict(
         ValueError: if a number is out of range, or ``replica_link`` is missing.
     """
     slots = depth + 1 if slots is None else slots
-    _check_numbers(depth, slots, contention, launch)
+    _check_numbers(depth, slots, contention)
     chain = [*stages] if root is None else [root, *stages]
     gather_cost, reduce_cost = link.costs()
     gathers, wire = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
@@ -174,14 +171,14 @@ def predict(
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
     program = _Program(chain, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
     clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
-    for task in program.run(launch, has_root=root is not None):
+    for task in program.run(has_root=root is not None):
         if isinstance(task, _Compute):
             clock.compute(task)
         else:
             clock.wait_for(task)
     for lane in lanes:
         clock.drain(lane)
-    compute = sum(stage.forward + stage.backward + 2 * launch for stage in chain)
+    compute = sum(stage.forward + stage.backward for stage in chain)
     return Prediction(
         step=clock.now,
         compute=compute,
@@ -191,7 +188,7 @@ def predict(
     )
 
 
-def _check_numbers(depth: int, slots: int, contention: float, launch: float) -> None:
+def _check_numbers(depth: int, slots: int, contention: float) -> None:
     if depth < 0 or slots < 1:
         raise ValueError(
             f"predict got depth={depth} and slots={slots}. Pass a depth of 0 or more and at least "
@@ -202,8 +199,6 @@ def _check_numbers(depth: int, slots: int, contention: float, launch: float) -> 
             f"predict got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
             "still while a collective runs."
         )
-    if not (math.isfinite(launch) and launch >= 0):
-        raise ValueError(f"predict got launch={launch!r}. Pass seconds, 0 or more, such as 20e-6.")
 
 
 def _lane_of_replicas(chain: Sequence[Stage], link: Link | None) -> _Lane | None:
@@ -236,7 +231,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Compute:
-    """Work of the compute lane. A launch has no name."""
+    """Work of the compute lane."""
 
     name: str
     seconds: float
@@ -281,8 +276,7 @@ class _Clock:
         begin, left = self.now, task.seconds
         while left > 0:
             left = self._advance(left)
-        if task.name:
-            self.spans.append(PredictedSpan("compute", task.name, begin, self.now))
+        self.spans.append(PredictedSpan("compute", task.name, begin, self.now))
 
     def wait_for(self, job: _Job) -> None:
         while not job.done:
@@ -419,12 +413,12 @@ class _Program:
         self._unsharded: dict[int, _Job | None] = {}  # the gather of each unsharded stage
         self._done: dict[int, _Job] = {}  # the last gather of each stage
 
-    def run(self, launch: float, has_root: bool) -> Iterator[_Compute | _Job]:
+    def run(self, has_root: bool) -> Iterator[_Compute | _Job]:
         """Run the stages, the first of which encloses the others if ``has_root``."""
         numbers = range(len(self._stages))
         root, below = numbers[:has_root], numbers[has_root:]
         for position, number in enumerate(numbers):
-            yield from self._enter(number, numbers[position + 1 :], launch)
+            yield from self._enter(number, numbers[position + 1 :])
             if number in below:
                 yield self._forward(number)
                 self._leave(number)
@@ -433,7 +427,7 @@ class _Program:
             self._leave(number)
         order = [*root, *reversed(below)]
         for position, number in enumerate(order):
-            yield from self._enter(number, order[position + 1 :], launch)
+            yield from self._enter(number, order[position + 1 :])
             yield self._backward(number)
             if number in below:
                 self._reductions.issue(self._stages[number])
@@ -448,9 +442,8 @@ class _Program:
     def _backward(self, number: int) -> _Compute:
         return _Compute(self._stages[number].name, self._stages[number].backward)
 
-    def _enter(self, number: int, ahead: Sequence[int], launch: float) -> Iterator[_Compute | _Job]:
+    def _enter(self, number: int, ahead: Sequence[int]) -> Iterator[_Job]:
         """Gather this stage and the next ones: ``pre_forward`` and ``pre_backward``."""
-        yield _Compute("", launch)
         self._gather(number, on_demand=True)
         for target in ahead[: self._depth]:
             if not self._gather(target, on_demand=False):

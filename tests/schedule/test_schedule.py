@@ -217,7 +217,7 @@ def test_replicas_sum_each_message_of_a_bucket_by_itself() -> None:
     assert spans(step, "all-reduce") == [("a", 4, 6), ("a", 6, 8)]
 
 
-def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() -> None:
+def test_copies_and_messages_take_the_lanes_time() -> None:
     one = replace(
         stage("a", 1, 1),
         gather_messages=3,
@@ -225,10 +225,10 @@ def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() 
         copy_seconds_gather=0.5,
         copy_seconds_reduce=0.25,
     )
-    step = predict(None, [one], fixed(1), launch=10)
-    assert spans(step, "gather") == [("a", 10, 13.5)]
-    assert spans(step, "reduce") == [("a", 25.5, 27.75)]
-    assert step.compute == 22
+    step = predict(None, [one], fixed(1))
+    assert spans(step, "gather") == [("a", 0, 3.5)]
+    assert spans(step, "reduce") == [("a", 5.5, 7.75)]
+    assert step.compute == 2
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,6 @@ def test_copies_and_messages_take_the_lanes_time_and_launches_that_of_compute() 
         ({"depth": -1}, "depth=-1 and slots=.* a depth of 0 or more"),
         ({"slots": 0}, "slots=0. Pass .* at least one slot"),
         ({"contention": -0.1}, "contention=-0.1. Pass 0 or more"),
-        ({"launch": float("nan")}, "launch=nan. Pass seconds, 0 or more"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
