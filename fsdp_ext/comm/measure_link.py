@@ -138,20 +138,6 @@ def _of(samples: Sequence[Sample], operation: str, held_out: bool) -> list[Sampl
     return [s for s in samples if s.operation == operation][1 if held_out else 0 :: 2]
 
 
-def write(path: str, link: Link, samples: Sequence[Sample], fits: dict[str, Fit]) -> None:
-    """Write the link for `Link.load`, with the measurements that it was fitted to."""
-    link.save(
-        path,
-        measured={
-            "samples": [asdict(sample) for sample in samples],
-            "residual": {operation: fitted.residual for operation, fitted in fits.items()},
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        },
-    )
-
-
 def run(arguments: Sequence[str]) -> int:
     """Measure on the ranks of torchrun, or start ranks; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -206,5 +192,12 @@ def _measure_and_print(
     print(f"{link.name}, fp32 on {device.type}")
     print("\n".join(report(samples, fits)))
     if path is not None:
-        write(path, link, samples, fits)
+        measured = {
+            "samples": [asdict(sample) for sample in samples],
+            "residual": {operation: fitted.residual for operation, fitted in fits.items()},
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        }
+        link.save(path, measured)
         print(f"wrote {path}: Simulated(world_size={ranks}, link=Link.load({path!r}))")
