@@ -96,7 +96,7 @@ class profile(Recording):
                 "This model is already being profiled, since the block is inside another profile's "
                 "block. Use the outer profile."
             )
-        self.update(by_rank={}, late={}, lost=0)
+        self._update(by_rank={}, late={}, lost=0)
         self._impl.keep_times(self.kept)
         self._note_buckets()
         _profiled.add(self._root)
@@ -127,7 +127,7 @@ class profile(Recording):
             raise RuntimeError(
                 "profile recorded no whole step. Run forward and backward in its block."
             )
-        self.update(
+        self._update(
             by_rank={self.rank: iterations},
             lost=lost,
             prefetch_depth=self._root.settings.prefetch,
@@ -170,7 +170,7 @@ class profile(Recording):
         mine = [one for one in self.iterations if one.number in clocks.common]
         late = lateness(mine, clocks, unit)
         ranks = collect(mine, clocks, unit) if timelines else {self.rank: mine}
-        self.update(by_rank=ranks, late=late)
+        self._update(by_rank=ranks, late=late)
         return self
 
     # - Figures

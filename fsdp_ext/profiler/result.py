@@ -54,7 +54,7 @@ class Recording:
     replicas: int = 1
     wall_clock: int = 0
 
-    def update(self, **changes: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         """Set attributes, and forget what was computed from them."""
         vars(self).update(changes)
         for computed in ("exposures", "_slowdown"):
