@@ -309,9 +309,7 @@ class StateDictMethods:
         keys: dict[Any, Any] = dict(enumerate(names))
         if optim_state_key_type is OptimStateKeyType.PARAM_ID:
             keys = {name: number for number, name in keys.items()}
-        return _with_keys(
-            optim_state_dict, lambda key: keys.get(key, key), lambda key, value: value
-        )
+        return _with_keys(optim_state_dict, lambda key: keys.get(key, key))
 
     @classmethod
     def _optimizer_state(
@@ -320,17 +318,13 @@ class StateDictMethods:
         _check_state(state)
         params = _params_of(optim)
         names = cls._names_of(params, model)
-        state = _with_keys(
-            state,
-            lambda key: names[key] if isinstance(key, int) else key,
-            lambda key, value: value,
-        )
+        state = _with_keys(state, lambda key: names[key] if isinstance(key, int) else key)
         state = cls._flat_parameters(names, params, model).split(state)
         unit = cls._unit_of(model)
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
                 state = _as_rank_0_has_it(state, unit)
-            state = _with_keys(state, lambda key: key, lambda key, value: form.convert(value))
+            state = _with_values(state, form.convert)
         is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
         return state if is_first or not form.rank0_only else {}
 
@@ -485,20 +479,22 @@ def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
     return value.clone()
 
 
-def _with_keys(
-    state: State, rename: Callable[[Any], Any], convert: Callable[[Any, Any], Any]
-) -> State:
-    """Return an optimizer's state with other keys of its parameters, and other values.
+def _with_values(state: State, convert: Callable[[Any], Any]) -> State:
+    """Return an optimizer's state with other values."""
+    states = {
+        key: {name: convert(value) for name, value in values.items()}
+        for key, values in state["state"].items()
+    }
+    return {**state, "state": states}
+
+
+def _with_keys(state: State, rename: Callable[[Any], Any]) -> State:
+    """Return an optimizer's state with other keys of its parameters.
 
     The groups may be missing, as when only the values are saved.
     """
-    renamed = {
-        **state,
-        "state": {
-            rename(key): {name: convert(key, value) for name, value in values.items()}
-            for key, values in state["state"].items()
-        },
-    }
+    states = {rename(key): values for key, values in state["state"].items()}
+    renamed = {**state, "state": states}
     if "param_groups" in state:
         renamed["param_groups"] = [
             {**group, "params": [rename(key) for key in group["params"]]}
@@ -545,13 +541,13 @@ def _as_rank_0_has_it(state: State, unit: Unit) -> State:
 def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
     """Return rank 0's state."""
 
-    def to_blank(key: Any, value: Any) -> Any:
+    def to_blank(value: Any) -> Any:
         is_sent = isinstance(value, torch.Tensor) and value.ndim > 0
         return _Blank(value.shape, value.dtype) if is_sent else value
 
     tensors: list[torch.Tensor] = []
 
-    def to_tensor(key: Any, value: Any) -> Any:
+    def to_tensor(value: Any) -> Any:
         if isinstance(value, _Blank):
             tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
             return tensors[-1]
@@ -561,9 +557,9 @@ def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
         return value
 
     has_it = ranks.rank_in_mesh == 0
-    sent: list[Any] = [_with_keys(state, lambda key: key, to_blank) if has_it else None]
+    sent: list[Any] = [_with_values(state, to_blank) if has_it else None]
     for group in reversed(ranks.groups):  # to rank 0 of each set, and then within the sets
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-    received = _with_keys(state if has_it else sent[0], lambda key: key, to_tensor)
+    received = _with_values(state if has_it else sent[0], to_tensor)
     broadcast(tensors, ranks.mesh)
     return received
