@@ -212,9 +212,8 @@ def _result(
     costs: StepCosts | None,
     optimizer_states: int,
 ) -> Plan:
-    layouts = [unit.layout_for(training=True) for unit in root.units]
     transports = (target.transport, target.replica_transport)
-    found = find_buckets(root, layouts, transports, target.device_type)
+    found = find_buckets(root, transports, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.world_size,
@@ -222,9 +221,9 @@ def _result(
         transport=target.transport,
         link=links[0],
         bucket_bytes=root.settings.bucket_bytes[0],
-        units=unit_sizes(root, layouts, found, flops),
+        units=unit_sizes(root, found, flops),
         buckets=bucket_sizes(root, found),
-        memory=memory_of(root, layouts, found, optimizer_states),
+        memory=memory_of(root, found, optimizer_states),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
         replica_link=links[1],

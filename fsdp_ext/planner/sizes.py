@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_ext import _C
@@ -98,24 +97,18 @@ class PlannedMemory:
         return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
 
 
-def find_buckets(
-    root: PlannedRoot,
-    layouts: Sequence[_C.UnitLayout],
-    transports: tuple[str, str],
-    device_type: str,
-) -> _C.MemoryPlan:
+def find_buckets(root: PlannedRoot, transports: tuple[str, str], device_type: str) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
     Args:
         root: the planned units.
-        layouts: the layout of each unit, for training.
         transports: names of the transport, which decides how buckets are gathered, and of the one
             between replicas.
         device_type: "cuda" or "cpu".
     """
     on_gpu = device_type == "cuda"
     return _C.plan_memory(
-        root.configs(layouts),
+        root.configs(root.layouts),
         transport=transports[0],
         on_gpu=on_gpu,
         nesting=root.nesting(),
@@ -129,14 +122,13 @@ def find_buckets(
 
 def unit_sizes(
     root: PlannedRoot,
-    layouts: list[_C.UnitLayout],
     found: _C.MemoryPlan,
     flops: list[tuple[int, int]] | None,
 ) -> tuple[PlannedUnitSizes, ...]:
     """Return the sizes of each unit, in order of registration."""
     bucket_of = {n: i for i, bucket in enumerate(found["buckets"]) for n in bucket["units"]}
     sizes = []
-    for number, (unit, layout) in enumerate(zip(root.units, layouts, strict=True)):
+    for number, (unit, layout) in enumerate(zip(root.units, root.layouts, strict=True)):
         shapes = [(param.shape.numel(), param.parameter) for param in unit.params]
         held = sum(numel * parameter.dtype.itemsize for numel, parameter in shapes)
         sizes.append(
@@ -178,12 +170,10 @@ def all_reduce_bytes(root: PlannedRoot, bucket: _C.PlannedBucket) -> int:
     return bucket["reduce_bytes"] // first.world_size if first.replicas > 1 else 0
 
 
-def memory_of(
-    root: PlannedRoot, layouts: list[_C.UnitLayout], found: _C.MemoryPlan, optimizer_states: int
-) -> PlannedMemory:
+def memory_of(root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int) -> PlannedMemory:
     """Return the memory of the first rank."""
     shards, gradients, states, on_host = 0, 0, 0, 0
-    for unit, layout in zip(root.units, layouts, strict=True):
+    for unit, layout in zip(root.units, root.layouts, strict=True):
         of_unit = (
             layout.shard_bytes,
             layout.gradient_bytes,

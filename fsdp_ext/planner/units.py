@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext import _C
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.api.arguments import check_containers, check_modules
@@ -162,6 +164,11 @@ class PlannedRoot(UnitTree):
             for param in unit.params:
                 param.name = names.get(param.parameter, param.name)
         self.settings = self.resolve(link, decision)
+
+    @cached_property
+    def layouts(self) -> list[_C.UnitLayout]:
+        """The layout of each unit, for training."""
+        return [unit.layout_for(training=True) for unit in self.units]
 
     def decide(self, decision: Decision | None) -> None:
         """Resolve the settings anew."""

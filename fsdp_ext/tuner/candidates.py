@@ -56,7 +56,6 @@ class PlannedSettings:
         # PlannedRoot has only a weak reference to the copied module.
         self._copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
         self._planned = PlannedRoot(self._copied, root.link)
-        self._layouts = [unit.layout_for(training=True) for unit in self._planned.units]
         self._transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
         self._device_type = first.device.type
         self._optimizer_states = optimizer_states
@@ -64,7 +63,7 @@ class PlannedSettings:
     def size(self, choice: Choice) -> Candidate:
         """Return a setting with its buckets and its memory."""
         found = self._find_buckets(choice)
-        memory = memory_of(self._planned, self._layouts, found, self._optimizer_states).peak
+        memory = memory_of(self._planned, found, self._optimizer_states).peak
         return Candidate(choice, len(found["buckets"]), memory)
 
     def predict(self, one: Candidate, costs: StepCosts) -> Candidate:
@@ -74,7 +73,7 @@ class PlannedSettings:
 
     def _find_buckets(self, choice: Choice) -> _C.MemoryPlan:
         self._planned.decide(Decision(choice, Scope.OPEN))
-        return find_buckets(self._planned, self._layouts, self._transports, self._device_type)
+        return find_buckets(self._planned, self._transports, self._device_type)
 
 
 def shortlist(candidates: Sequence[Candidate], before: Choice) -> list[Candidate]:
