@@ -126,12 +126,6 @@ class Communicator {
   // data[0, numel) = sum over ranks, in place.
   virtual void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) = 0;
 
-  // data[0, bytes) = rank root's data[0, bytes).
-  virtual void broadcast(Stream& stream, void* data, std::size_t bytes, int root) = 0;
-
-  // Work behind the barrier starts after the streams of all ranks have reached it.
-  virtual void barrier(Stream& stream) = 0;
-
   // An all-gather of a few bytes of host memory, off the hot path. Ranks use it to compare their
   // next actions. `output` is complete for work behind this call on the stream.
   virtual void host_all_gather(Stream& stream, const void* input, void* output,

@@ -74,12 +74,6 @@ class SimulatedCommunicator final : public Communicator {
     enqueue_transfer(stream, options_.reduce, 2 * numel * itemsize(dtype), {});
   }
 
-  void broadcast(Stream& stream, void* /*data*/, std::size_t bytes, int /*root*/) override {
-    enqueue_transfer(stream, options_.gather, bytes, {});
-  }
-
-  void barrier(Stream& stream) override { enqueue_transfer(stream, options_.gather, 0, {}); }
-
   // Returns this rank's bytes for every rank. It copies at once, since no stream uses this memory.
   void host_all_gather(Stream& /*stream*/, const void* input, void* output,
                        std::size_t bytes) override {

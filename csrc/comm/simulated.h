@@ -19,7 +19,7 @@ struct LinkCost {
 struct SimulatedOptions {
   int rank = 0;
   int size = 1;
-  LinkCost gather;  // of all-gathers, broadcasts and barriers
+  LinkCost gather;  // of all-gathers
   LinkCost reduce;  // of reduce-scatters; an all-reduce takes alpha + 2 S / beta
   // Each collective takes (1 + jitter * x) times as long, where x has the exponential distribution
   // of mean 1. So a few collectives are stragglers.

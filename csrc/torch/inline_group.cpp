@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier, Host };
+enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce, Host };
 
 // A rank's announcement of its next collective.
 struct Next {
@@ -55,16 +55,6 @@ class InlineCommunicator final : public Communicator {
     run(stream, Kind::AllReduce, numel * itemsize(dtype), [this, data, numel, dtype] {
       collectives_.attr("all_reduce")(view_of(data, numel, dtype));
     });
-  }
-
-  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
-    run(stream, Kind::Broadcast, bytes, [this, data, bytes, root] {
-      collectives_.attr("broadcast")(view_of(data, bytes, DType::Bytes), root);
-    });
-  }
-
-  void barrier(Stream& stream) override {
-    run(stream, Kind::Barrier, 0, [this] { collectives_.attr("barrier")(); });
   }
 
   void host_all_gather(Stream& stream, const void* input, void* output,

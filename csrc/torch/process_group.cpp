@@ -100,19 +100,6 @@ class ProcessGroupCommunicator final : public Communicator {
     });
   }
 
-  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
-    enqueue(stream, [this, data, bytes, root] {
-      std::vector<at::Tensor> tensors = {view_of(data, bytes, DType::Bytes)};
-      c10d::BroadcastOptions options;
-      options.rootRank = root;
-      backend_->broadcast(tensors, options)->wait();
-    });
-  }
-
-  void barrier(Stream& stream) override {
-    enqueue(stream, [this] { backend_->barrier()->wait(); });
-  }
-
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     enqueue(stream, [this, what = &what(), input, output, bytes] {

@@ -114,21 +114,6 @@ void run_all_reduce(Lanes& lanes, at::Tensor& data) {
   });
 }
 
-void run_broadcast(Lanes& lanes, at::Tensor& data, int root) {
-  FSDP_CHECK(data.is_contiguous(),
-             "A broadcast got a tensor that is not contiguous. Pass tensor.contiguous().");
-  static const std::string what = "a broadcast called directly";
-  run_between(lanes, lanes.gather, what, [&](Communicator& communicator, Stream& stream) {
-    communicator.broadcast(stream, data.mutable_data_ptr(), data.nbytes(), root);
-  });
-}
-
-void run_barrier(Lanes& lanes) {
-  static const std::string what = "a barrier called directly";
-  run_between(lanes, lanes.gather, what,
-              [&](Communicator& communicator, Stream& stream) { communicator.barrier(stream); });
-}
-
 std::string exchange_messages(Lanes& lanes, const std::string& mine) {
   static const std::string what = "the comparison of settings";
   struct Buffers {

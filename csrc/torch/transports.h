@@ -69,8 +69,6 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const n
 void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
 void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
 void run_all_reduce(Lanes& lanes, at::Tensor& data);
-void run_broadcast(Lanes& lanes, at::Tensor& data, int root);
-void run_barrier(Lanes& lanes);
 
 // Blocks until all ranks have sent a message of the same length, and returns the messages, one
 // after another. For set-up.

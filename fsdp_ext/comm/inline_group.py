@@ -114,14 +114,6 @@ class InlineCollectives:
         """Replace ``data`` with its sum over all ranks."""
         dist.all_reduce(data, group=self._group)
 
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Replace ``data`` with that of rank ``root`` of the group."""
-        dist.broadcast(data, group=self._group, group_src=root)
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(group=self._group)
-
 
 def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:
     """Return the first of the methods that the group's class itself defines."""

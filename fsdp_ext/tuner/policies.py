@@ -101,7 +101,8 @@ def _time_policies(root: Root, part: int, repeats: int) -> dict[tuple[str, str],
         lanes, calls = made
         for key, call in zip((("gather", gather), ("reduce", reduce)), calls, strict=True):
             times = [
-                mean_seconds([call], lanes.barrier, first.device) for _ in range(_WARMUP + repeats)
+                mean_seconds([call], partial(lanes.exchange_messages, b"-"), first.device)
+                for _ in range(_WARMUP + repeats)
             ]
             own.setdefault(key, statistics.median(times[_WARMUP:]))
     return own

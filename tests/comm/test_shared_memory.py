@@ -68,7 +68,7 @@ def _random_collectives(count: int) -> int:
     draw, own = random.Random(0), random.Random(rank)
     wrong = 0
     for _ in range(count):
-        op = draw.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"])
+        op = draw.choice(["all_gather", "reduce_scatter", "all_reduce"])
         dtype, seed = draw.choice(DTYPES), draw.randrange(100)
         numel = draw.randrange(1, 200000 if draw.random() < 0.1 else 2000)
         place: Callable[[Tensor], Tensor] = draw.choice([shared, torch.clone])
@@ -87,18 +87,10 @@ def _random_collectives(count: int) -> int:
             lanes.reduce_scatter(place(of(rank, ranks * numel)), output)
             sums = torch.stack([of(r, ranks * numel) for r in range(ranks)]).sum(0)
             expected = sums.view(ranks, numel)[rank]
-        elif op == "all_reduce":
+        else:
             output = place(of(rank))
             lanes.all_reduce(output)
             expected = torch.stack([of(r) for r in range(ranks)]).sum(0)
-        elif op == "broadcast":
-            root = draw.randrange(ranks)
-            output = place(of(rank))
-            lanes.broadcast(output, root)
-            expected = of(root)
-        else:
-            lanes.barrier()
-            continue
         wrong += int((output != expected).sum())
     return wrong
 

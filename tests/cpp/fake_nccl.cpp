@@ -452,19 +452,6 @@ FAKE_NCCL_API Result ncclAllReduce(const void* input, void* output, std::size_t 
   });
 }
 
-FAKE_NCCL_API Result ncclBroadcast(const void* input, void* output, std::size_t count,
-                                   DataType type, int root, Comm comm, void* stream) {
-  const std::size_t bytes = count * size_of(type);
-  return run(stream, [=] {
-    return exchange_inputs(comm, input, [&](const std::vector<const void*>& inputs) {
-      const void* source = inputs[static_cast<std::size_t>(root)];
-      if (source != output) {
-        std::memcpy(output, source, bytes);
-      }
-    });
-  });
-}
-
 FAKE_NCCL_API Result ncclGroupStart() {
   ++my_group().depth;
   return fsdp::nccl::kSuccess;

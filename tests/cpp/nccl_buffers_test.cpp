@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "meet.h"
 #include "nccl_ranks.h"
 
 namespace fsdp {
@@ -18,6 +19,7 @@ namespace {
 
 using test::fake;
 using test::kNothingThrown;
+using test::meet;
 using test::NcclRanks;
 
 using std::chrono::milliseconds;
@@ -148,7 +150,7 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
     EXPECT_NE(memory, nullptr);
     EXPECT_EQ(rank.gather.registered_memory()->count(), 0);
-    rank.gather.barrier(rank.stream);
+    meet(rank.gather, rank.stream);
     EXPECT_EQ(fake().registered_buffers, 0);
   });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
@@ -183,7 +185,7 @@ TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
     const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
     EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
     EXPECT_TRUE(rank.gather.registered_memory()->holds(memory.get()));
-    rank.gather.barrier(rank.stream);
+    meet(rank.gather, rank.stream);
   });
   EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
 }

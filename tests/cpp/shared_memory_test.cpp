@@ -19,6 +19,7 @@
 #include "base/with_dtype.h"
 #include "comm/shared_memory/rank_order_sum.h"
 #include "device/host_stream.h"
+#include "meet.h"
 #include "message_of.h"
 
 namespace fsdp::test {
@@ -107,12 +108,11 @@ double read(const void* data, DType dtype, std::size_t index) {
 class RandomCollective {
  public:
   RandomCollective(std::mt19937& random, int ranks) : ranks_(ranks) {
-    kind_ = static_cast<int>(random() % 6);
+    kind_ = static_cast<int>(random() % 4);
     dtype_ = kFloats[random() % 4];
     seed_ = static_cast<int>(random() % 1000);
     const std::size_t most = random() % 20 == 0 ? 400000 : 3000;
     numel_ = random() % most;
-    root_ = static_cast<int>(random() % static_cast<unsigned>(ranks));
     in_shared_ = random() % 3 != 0;
     delays_ = random() % 4 == 0;
     salt_ = random();
@@ -132,14 +132,8 @@ class RandomCollective {
         return gather(rank, 3);
       case 2:
         return scatter(rank);
-      case 3:
-        return reduce(rank);
-      case 4:
-        return broadcast(rank);
       default:
-        rank.gather.barrier(rank.gather_stream);
-        rank.gather_stream.synchronize();
-        return 0;
+        return reduce(rank);
     }
   }
 
@@ -222,27 +216,11 @@ class RandomCollective {
     return wrong;
   }
 
-  int broadcast(Rank& rank) const {
-    const auto data = rank.memory(bytes(numel_) + 1, in_shared_);
-    for (std::size_t i = 0; i < numel_; ++i) {
-      write(data.get(), dtype_, i, value_of(seed_, rank.number, i));
-    }
-    rank.gather.broadcast(rank.gather_stream, data.get(), bytes(numel_), root_);
-    rank.gather_stream.synchronize();
-    int wrong = 0;
-    for (std::size_t i = 0; i < numel_; ++i) {
-      wrong += read(data.get(), dtype_, i) != value_of(seed_, root_, i) ? 1 : 0;
-      write(data.get(), dtype_, i, -1.0);
-    }
-    return wrong;
-  }
-
   int ranks_;
   int kind_;
   DType dtype_;
   int seed_;
   std::size_t numel_;
-  int root_;
   bool in_shared_;
   bool delays_;
   std::uint_fast32_t salt_;
@@ -375,8 +353,8 @@ std::vector<std::string> take_different_branches(milliseconds timeout, bool host
       3,
       [&](Rank& rank) {
         for (int i = 0; i < 2; ++i) {
-          rank.gather.barrier(rank.gather_stream);
-          rank.reduce.barrier(rank.reduce_stream);
+          meet(rank.gather, rank.gather_stream);
+          meet(rank.reduce, rank.reduce_stream);
           rank.gather_stream.synchronize();
           rank.reduce_stream.synchronize();
         }
@@ -384,7 +362,7 @@ std::vector<std::string> take_different_branches(milliseconds timeout, bool host
         Communicator& communicator = gathers ? rank.gather : rank.reduce;
         Stream& stream = gathers ? rank.gather_stream : rank.reduce_stream;
         communicator.announce(gathers ? kGather : kReduce, 0);
-        communicator.barrier(stream);
+        meet(communicator, stream);
         const auto done = rank.device.new_event();
         stream.record(*done);  // the stream begins
         while (!hosts_wait && communicator.async_error().empty()) {
@@ -428,7 +406,7 @@ TEST(SharedMemory, ARankThatHasFailedInOneLaneSaysWhyInTheOther) {
       rank.gather.abort(reason);
       return;
     }
-    rank.reduce.barrier(rank.reduce_stream);
+    meet(rank.reduce, rank.reduce_stream);
     rank.reduce_stream.synchronize();
   });
   EXPECT_EQ(messages[0], reason);
@@ -458,13 +436,13 @@ TEST(SharedMemory, AnAbortReachesAllRanksAndStays) {
     }
     for (int i = 0; i < 2; ++i) {
       const std::string message = message_of([&] {
-        rank.gather.barrier(rank.gather_stream);
+        meet(rank.gather, rank.gather_stream);
         rank.gather_stream.synchronize();
       });
       EXPECT_TRUE(contains(message, "rank 1: the loss is NaN")) << message;
     }
     EXPECT_TRUE(contains(message_of([&] { rank.gather.check(); }), "the loss is NaN"));
-    rank.reduce.barrier(rank.reduce_stream);  // another communicator
+    meet(rank.reduce, rank.reduce_stream);  // another communicator
     rank.reduce_stream.synchronize();
   });
   expect_no_errors(messages);
@@ -498,13 +476,7 @@ TEST(SharedMemory, RanksThatIssueDifferentCollectivesSayBoth) {
   }
 }
 
-TEST(SharedMemory, RefusesAWrongRootAndAWrongAddress) {
-  expect_no_errors(run_ranks(1, [](Rank& rank) {
-    int data = 0;
-    EXPECT_TRUE(
-        contains(message_of([&] { rank.gather.broadcast(rank.gather_stream, &data, 4, 1); }),
-                 "got root 1. Pass a rank from 0 to 0"));
-  }));
+TEST(SharedMemory, RefusesAWrongAddress) {
   const SharedMemoryEndpoint endpoint(0);
   const auto error_of = [&](const std::vector<std::string>& addresses, int rank) {
     return message_of([&] { endpoint.connect(addresses, rank, kLong); });

@@ -110,11 +110,6 @@ class ThreadsCommunicator final : public Communicator {
     throw Error("the schedule does not all-reduce");
   }
 
-  void broadcast(Stream&, void*, std::size_t, int) override {
-    throw Error("the schedule does not broadcast");
-  }
-  void barrier(Stream&) override { throw Error("the schedule has no barriers"); }
-
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     all_gather(stream, input, output, bytes);

@@ -55,12 +55,11 @@ def _by_hand() -> None:
     lanes = lanes_of(group, torch.device("cuda", 0))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data = torch.full((1000,), float(rank + 1), device="cuda")
-    lanes.broadcast(data, ranks - 1)
-    assert bool((data == ranks).all())
     lanes.all_reduce(data)
-    assert bool((data == ranks * ranks).all())
-    lanes.barrier()
-    torch.cuda.synchronize()
+    assert bool((data == ranks * (ranks + 1) // 2).all())
+    gathered = torch.zeros(1000 * ranks, device="cuda")
+    lanes.all_gather(data, gathered)
+    assert bool((gathered == ranks * (ranks + 1) // 2).all())
 
 
 @pytest.mark.timeout(90)

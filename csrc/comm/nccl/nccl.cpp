@@ -119,20 +119,6 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
-  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
-    const auto broadcast = [&](void* on) {
-      return api_.Broadcast(data, data, bytes, nccl::kInt8, root, comm_, on);
-    };
-    issue(stream, broadcast, Ends::Alone);
-  }
-
-  // NCCL has no barrier. A one-byte all-gather serves as a barrier.
-  void barrier(Stream& stream) override {
-    grow_exchange_buffer(stream, 1);
-    auto* mine = static_cast<char*>(exchange_.get());
-    all_gather(stream, mine, mine + 1, 1);
-  }
-
   // Goes through a device buffer that this communicator owns.
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
@@ -152,8 +138,6 @@ class NcclCommunicator final : public Communicator {
   std::string async_error() override { return watchdog_.error(); }
 
  private:
-  using Ends = NcclWatchdog::Ends;
-
   using Parts = std::vector<GatherPart>::const_iterator;
 
   void gather_in_a_group(Stream& stream, Parts part, Parts end) {
@@ -171,7 +155,7 @@ class NcclCommunicator final : public Communicator {
     }
     const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     throw_on_error(api_.GroupEnd(), "launch a group");
-    watchdog_.watch_collective(stream, what(), Ends::WithAll);
+    watchdog_.watch_collective(stream, what());
   }
 
   void throw_on_error(nccl::Result result, const char* attempt) {
@@ -219,11 +203,11 @@ class NcclCommunicator final : public Communicator {
   std::vector<std::uint64_t> exchange(std::vector<std::uint64_t> mine, const std::string& what);
 
   template <typename Call>
-  void issue(Stream& stream, const Call& collective, Ends ends = Ends::WithAll) {
+  void issue(Stream& stream, const Call& collective) {
     check();
     const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     throw_on_error(collective(stream.native_handle()), "launch a collective");
-    watchdog_.watch_collective(stream, what(), ends);
+    watchdog_.watch_collective(stream, what());
   }
 
   // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.

@@ -63,7 +63,6 @@ void find_functions(void* handle, Api& api) {
   find_function(handle, "ncclAllGather", api.AllGather);
   find_function(handle, "ncclReduceScatter", api.ReduceScatter);
   find_function(handle, "ncclAllReduce", api.AllReduce);
-  find_function(handle, "ncclBroadcast", api.Broadcast);
   find_function(handle, "ncclGroupStart", api.GroupStart);
   find_function(handle, "ncclGroupEnd", api.GroupEnd);
   find_function(handle, "ncclMemAlloc", api.MemAlloc);
@@ -138,8 +137,8 @@ Api find_library(const std::vector<std::string>& candidates) {
   const bool is_complete = api.GetUniqueId && api.CommInitRankConfig && api.CommSplit &&
                            api.CommFinalize && api.CommDestroy && api.CommAbort &&
                            api.CommGetAsyncError && api.GetErrorString && api.GetLastError &&
-                           api.AllGather && api.ReduceScatter && api.AllReduce && api.Broadcast &&
-                           api.GroupStart && api.GroupEnd;
+                           api.AllGather && api.ReduceScatter && api.AllReduce && api.GroupStart &&
+                           api.GroupEnd;
   FSDP_CHECK(is_complete, "The library from ", library.source, " (", api.path, ", NCCL ",
              api.version_text(), ") lacks functions that fsdp_ext needs. Upgrade it.");
   return api;

@@ -104,8 +104,6 @@ struct Api {
                           void* stream) = nullptr;
   Result (*AllReduce)(const void*, void*, std::size_t, DataType, int op, Comm,
                       void* stream) = nullptr;
-  Result (*Broadcast)(const void*, void*, std::size_t, DataType, int root, Comm,
-                      void* stream) = nullptr;
   Result (*GroupStart)() = nullptr;
   Result (*GroupEnd)() = nullptr;
 

@@ -72,7 +72,7 @@ NcclWatchdog::ShortLimit::~ShortLimit() {
   watchdog_.limit_ = {watchdog_.options_.timeout, ""};
 }
 
-void NcclWatchdog::watch_collective(Stream& stream, const std::string& what, Ends ends) {
+void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
   if (device_.is_capturing()) {  // it runs when the user replays the graph
     captured_ = true;
     return;
@@ -85,9 +85,7 @@ void NcclWatchdog::watch_collective(Stream& stream, const std::string& what, End
   }
   newest.number = issued_;
   newest.behind = stream.behind().collectives[1 - lane_];
-  if (ends == Ends::WithAll) {
-    stream.add_collective(lane_, issued_);
-  }
+  stream.add_collective(lane_, issued_);
   stream.record(*newest.event);
   newest.what = what;
   newest.since = Clock::now();

@@ -71,11 +71,9 @@ class NcclWatchdog {
     NcclWatchdog& watchdog_;
   };
 
-  // Whether a collective may end on a rank before all ranks have begun it.
-  enum class Ends : bool { Alone, WithAll };
-
-  // Watches the collective that was just issued to `stream`. Messages call it `what`.
-  void watch_collective(Stream& stream, const std::string& what, Ends ends);
+  // Watches the collective that was just issued to `stream`, and ends on a rank only after all
+  // ranks have begun it. Messages call it `what`.
+  void watch_collective(Stream& stream, const std::string& what);
 
   // `write` is called before the watchdog ends a collective: Communicator::set_flight_writer.
   void set_flight_writer(std::function<std::string()> write);

@@ -18,10 +18,6 @@ const char* text_of(Operation::Kind kind) {
       return "a reduce-scatter";
     case Operation::Kind::AllReduce:
       return "an all-reduce";
-    case Operation::Kind::Broadcast:
-      return "a broadcast";
-    case Operation::Kind::Barrier:
-      return "a barrier";
   }
   return "an unknown collective";
 }
@@ -84,7 +80,7 @@ std::string text_in(const char* memory, std::size_t size) {
 // - Operation
 
 bool Operation::matches(const Operation& other) const {
-  return kind == other.kind && dtype == other.dtype && root == other.root && bytes == other.bytes &&
+  return kind == other.kind && dtype == other.dtype && bytes == other.bytes &&
          pattern == other.pattern && tag == other.tag && before == other.before &&
          after == other.after;
 }

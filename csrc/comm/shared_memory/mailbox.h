@@ -14,15 +14,14 @@ namespace fsdp {
 
 // A rank's post about its current collective.
 struct Operation {
-  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce, Broadcast, Barrier };
+  enum class Kind : std::uint32_t { AllGather, ReduceScatter, AllReduce };
 
   // Whether both are the same collective. Offsets may differ.
   bool matches(const Operation& other) const;
   std::string describe() const;
 
-  Kind kind = Kind::Barrier;
+  Kind kind = Kind::AllGather;
   DType dtype = DType::Bytes;
-  std::int32_t root = 0;
   std::uint64_t bytes = 0;    // of the rank's input
   std::uint64_t pattern = 0;  // hash of how the parts of the input lie
   std::uint64_t tag = 0;      // of the collective: Communicator::announce

@@ -106,23 +106,6 @@ class SharedMemoryCommunicator final : public Communicator {
     enqueue(stream, [=] { run_all_reduce(data, numel, dtype); });
   }
 
-  void broadcast(Stream& stream, void* data, std::size_t bytes, int root) override {
-    FSDP_CHECK(root >= 0 && root < size(), "A broadcast got root ", root,
-               ". Pass a rank from 0 to ", size() - 1, ".");
-    enqueue(stream, [=] { run_broadcast(data, bytes, root); });
-  }
-
-  void barrier(Stream& stream) override {
-    enqueue(stream, [this] {
-      const Operation operation;
-      barrier_.post(operation);
-      for (int from = 0; from < size(); ++from) {
-        barrier_.wait_for_input(from, operation);
-      }
-      barrier_.finish();
-    });
-  }
-
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
     all_gather(stream, input, output, bytes);
@@ -214,7 +197,8 @@ class SharedMemoryCommunicator final : public Communicator {
       for (std::size_t first = 0; first < part.bytes; first += kPieceBytes) {
         const std::size_t bytes = std::min(kPieceBytes, part.bytes - first);
         std::memcpy(staging_.get(), static_cast<const char*>(part.input) + first, bytes);
-        Operation operation = operation_of(Kind::AllGather, bytes, staging_offset());
+        Operation operation =
+            operation_of(Kind::AllGather, bytes, arena_->offset_of(staging_.get()));
         operation.pattern = kStagedPattern;
         barrier_.post(operation);
         for (int i = 0; i < size(); ++i) {
@@ -304,28 +288,6 @@ class SharedMemoryCommunicator final : public Communicator {
     }
     barrier_.finish();
   }
-
-  void run_broadcast(void* data, std::size_t bytes, int root) {
-    for (std::size_t first = 0; first < bytes; first += kPieceBytes) {
-      const std::size_t count = std::min(kPieceBytes, bytes - first);
-      char* piece = static_cast<char*>(data) + first;
-      if (rank() == root) {
-        std::memcpy(staging_.get(), piece, count);
-      }
-      Operation operation = operation_of(Kind::Broadcast, count, staging_offset());
-      operation.root = root;
-      barrier_.post(operation);
-      for (int from = 0; from < size(); ++from) {
-        const char* source = barrier_.wait_for_input(from, operation);
-        if (from == root && rank() != root) {
-          std::memcpy(piece, source, count);
-        }
-      }
-      barrier_.finish();
-    }
-  }
-
-  std::uint64_t staging_offset() const { return arena_->offset_of(staging_.get()); }
 
   std::shared_ptr<Arena> arena_;
   std::shared_ptr<void> staging_;

@@ -180,18 +180,6 @@ void extend_lanes(py::module_& m) {
             run_all_reduce(lanes, data);
           },
           py::arg("data"))
-      .def(
-          "broadcast",
-          [](Lanes& lanes, at::Tensor& data, int root) {
-            const py::gil_scoped_release no_gil;
-            run_broadcast(lanes, data, root);
-          },
-          py::arg("data"), py::arg("root"))
-      .def("barrier",
-           [](Lanes& lanes) {
-             const py::gil_scoped_release no_gil;
-             run_barrier(lanes);
-           })
       .def("stream_handle", [](Lanes& lanes, const std::string& name) {
         return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
       });
