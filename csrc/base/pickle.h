@@ -6,6 +6,8 @@
 #include <cstring>
 #include <string>
 
+#include "base/text.h"
+
 namespace fsdp {
 
 // Values are written one after another. Between begin_dict and end_dict, keys and values take
@@ -34,7 +36,12 @@ class PickleWriter {
     add_bytes(bits, /*big_endian=*/true);
   }
   // UTF-8. Other bytes become question marks, since Python would refuse the whole file.
-  void add(const std::string& text);
+  void add(const std::string& text) {
+    const std::string valid = valid_utf8(text);
+    bytes_ += 'X';
+    add_bytes(valid.size(), /*big_endian=*/false, sizeof(std::uint32_t));
+    bytes_ += valid;
+  }
   void add(const char* text) { add(std::string(text)); }
 
   // Ends the file. Call it once, after a single value.
@@ -44,9 +51,10 @@ class PickleWriter {
   }
 
  private:
-  void add_bytes(std::uint64_t bits, bool big_endian) {
-    for (int i = 0; i < 8; ++i) {
-      const int shift = 8 * (big_endian ? 7 - i : i);
+  // The lowest `count` bytes.
+  void add_bytes(std::uint64_t bits, bool big_endian, std::size_t count = sizeof(std::uint64_t)) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t shift = 8 * (big_endian ? count - 1 - i : i);
       bytes_ += static_cast<char>((bits >> shift) & 0xFF);
     }
   }

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/check.h"
-#include "comm/shared_memory/mailbox.h"
+#include "base/text.h"
 
 namespace fsdp {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "comm/shared_memory/mailbox.h"
+#include "base/text.h"
 #include "device/host_stream.h"
 #include "torch/backend_messages.h"
 #include "torch/dtype.h"

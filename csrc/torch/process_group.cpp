@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/text.h"
 #include "comm/messages/composed.h"
-#include "comm/shared_memory/mailbox.h"
 #include "device/host_stream.h"
 #include "torch/backend_messages.h"
 #include "torch/dtype.h"

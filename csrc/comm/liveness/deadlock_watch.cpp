@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/text.h"
 
 namespace fsdp {
 namespace {

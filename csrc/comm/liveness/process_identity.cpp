@@ -12,7 +12,7 @@
 #include <sstream>
 
 #include "base/check.h"
-#include "comm/shared_memory/mailbox.h"
+#include "base/text.h"
 
 namespace fsdp {
 namespace {

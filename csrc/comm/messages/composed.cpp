@@ -8,7 +8,7 @@
 #include "base/check.h"
 #include "base/copy.h"
 #include "base/mix.h"
-#include "comm/shared_memory/mailbox.h"
+#include "base/text.h"
 #include "comm/shared_memory/rank_order_sum.h"
 
 namespace fsdp {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "base/check.h"
+#include "base/text.h"
 #include "device/host_stream.h"
 
 namespace fsdp {
@@ -41,41 +42,7 @@ T read_once(const T& source) {
   return copy;
 }
 
-// The number of bytes of the UTF-8 character at the start of `text`, or 0 if none is there.
-std::size_t character_length(const char* text, std::size_t size) {
-  const auto first = static_cast<unsigned char>(*text);
-  if (first < 0x80) {
-    return first >= 0x20 || first == '\n' ? 1 : 0;
-  }
-  const std::size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-  if (first < 0xc2 || first > 0xf4 || length > size) {
-    return 0;
-  }
-  for (std::size_t i = 1; i < length; ++i) {
-    if ((static_cast<unsigned char>(text[i]) & 0xc0) != 0x80) {
-      return 0;
-    }
-  }
-  // Overlong forms, surrogates and values beyond the last code point.
-  const auto second = static_cast<unsigned char>(text[1]);
-  const bool is_valid = (first != 0xe0 || second >= 0xa0) && (first != 0xed || second < 0xa0) &&
-                        (first != 0xf0 || second >= 0x90) && (first != 0xf4 || second < 0x90);
-  return is_valid ? length : 0;
-}
-
 }  // namespace
-
-std::string text_in(const char* memory, std::size_t size) {
-  const auto* end = static_cast<const char*>(std::memchr(memory, '\0', size));
-  const std::size_t length = end == nullptr ? size : static_cast<std::size_t>(end - memory);
-  std::string text;
-  for (std::size_t i = 0; i < length;) {
-    const std::size_t next = character_length(memory + i, length - i);
-    text.append(next == 0 ? "?" : std::string(memory + i, next));
-    i += std::max<std::size_t>(next, 1);
-  }
-  return text;
-}
 
 // - Operation
 

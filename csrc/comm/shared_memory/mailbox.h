@@ -87,10 +87,6 @@ struct Mailbox {
   alignas(64) Issuer issuer;
 };
 
-// Text from memory that may hold anything, up to its end or a zero. Python needs valid UTF-8, and a
-// text that was cut to fit may end within a character.
-std::string text_in(const char* memory, std::size_t size);
-
 // - Checked reads of a peer's mailbox: Note [peers are not trusted]
 
 const Mailbox& mailbox_in(const PeerMemory& memory, std::uint64_t offset);
