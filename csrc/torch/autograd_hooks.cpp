@@ -14,6 +14,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "torch/torch_unit.h"
+
 namespace fsdp {
 namespace {
 
@@ -23,20 +25,18 @@ using torch::autograd::variable_list;
 using NodePtr = decltype(torch::autograd::Edge::function);
 
 // Nodes without saved tensors may run again after a backward that did not keep the graph.
-struct KeptTarget {
-  explicit KeptTarget(std::shared_ptr<BackwardTarget> target)
-      : target(target), owner(std::move(target)) {}
-  std::weak_ptr<BackwardTarget> target;
-  std::shared_ptr<BackwardTarget> owner;
+struct KeptUnit {
+  explicit KeptUnit(std::shared_ptr<TorchUnit> unit) : unit(unit), owner(std::move(unit)) {}
+  std::weak_ptr<TorchUnit> unit;
+  std::shared_ptr<TorchUnit> owner;
 };
 
 struct PreBackwardHook final : torch::autograd::FunctionPreHook {
-  PreBackwardHook(std::shared_ptr<BackwardTarget> target, CallId call, const Node* node,
-                  GraphCalls* calls)
-      : kept(std::move(target)), call(call), node(node), calls(calls) {}
+  PreBackwardHook(std::shared_ptr<TorchUnit> unit, CallId call, const Node* node, GraphCalls* calls)
+      : kept(std::move(unit)), call(call), node(node), calls(calls) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (const auto unit = kept.target.lock()) {
+    if (const auto unit = kept.unit.lock()) {
       unit->on_pre_backward(call, node);
     }
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
@@ -45,23 +45,23 @@ struct PreBackwardHook final : torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  KeptTarget kept;
+  KeptUnit kept;
   CallId call;
   const Node* node;   // that owns this
-  GraphCalls* calls;  // may be null; lives as long as the target
+  GraphCalls* calls;  // may be null; lives as long as the unit
 };
 
 struct GradientHook final : torch::autograd::PostAccumulateGradHook {
-  GradientHook(std::weak_ptr<BackwardTarget> target, std::size_t trainable)
-      : target(std::move(target)), trainable(trainable) {}
+  GradientHook(std::weak_ptr<TorchUnit> unit, std::size_t trainable)
+      : unit(std::move(unit)), trainable(trainable) {}
 
   void operator()(const at::Tensor& /*parameter*/) override {
-    if (const auto unit = target.lock()) {
-      unit->on_gradient(trainable);
+    if (const auto to = unit.lock()) {
+      to->on_gradient(trainable);
     }
   }
 
-  std::weak_ptr<BackwardTarget> target;
+  std::weak_ptr<TorchUnit> unit;
   std::size_t trainable;
 };
 
@@ -72,11 +72,11 @@ struct InputNode : Node {
 };
 
 struct PostBackwardNode final : InputNode {
-  PostBackwardNode(std::shared_ptr<BackwardTarget> target, CallId call)
-      : kept(std::move(target)), call(call) {}
+  PostBackwardNode(std::shared_ptr<TorchUnit> unit, CallId call)
+      : kept(std::move(unit)), call(call) {}
 
   variable_list apply(variable_list&& gradients) override {
-    if (const auto unit = kept.target.lock()) {
+    if (const auto unit = kept.unit.lock()) {
       unit->on_post_backward(call);
     }
     return std::move(gradients);
@@ -86,7 +86,7 @@ struct PostBackwardNode final : InputNode {
 
   std::string name() const override { return "FsdpPostBackward"; }
 
-  KeptTarget kept;
+  KeptUnit kept;
   CallId call;
 };
 
@@ -124,9 +124,8 @@ NodePtr make_input_node(Edge next) {
   return node;
 }
 
-void hook_node(Node* node, const std::shared_ptr<BackwardTarget>& target, CallId call,
-               GraphCalls* calls) {
-  node->add_pre_hook(std::make_unique<PreBackwardHook>(target, call, node, calls));
+void hook_node(Node* node, const std::shared_ptr<TorchUnit>& unit, CallId call, GraphCalls* calls) {
+  node->add_pre_hook(std::make_unique<PreBackwardHook>(unit, call, node, calls));
   if (calls != nullptr) {
     calls->add(call, node);
   }
@@ -161,8 +160,8 @@ class WholeView final : public torch::autograd::ViewFunc {
       if (ours == nullptr) {
         continue;
       }
-      if (const auto target = ours->kept.target.lock()) {
-        hook_node(node, target, ours->call, ours->calls);
+      if (const auto unit = ours->kept.unit.lock()) {
+        hook_node(node, unit, ours->call, ours->calls);
       }
     }
   }
@@ -265,7 +264,7 @@ const BackwardGraph& GraphCalls::current(const Node* first) {
 
 std::uint64_t next_node_number() { return at::sequence_number::peek(); }
 
-void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
+void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<TorchUnit>& unit,
                            CallId call, std::uint64_t first_node, GraphCalls* calls) {
   if (!output.requires_grad() || output.is_leaf()) {
     return;
@@ -276,27 +275,27 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Backw
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
     const auto& node = output._base().grad_fn();
     if (node->sequence_nr() >= first_node) {
-      hook_node(node.get(), target, call, calls);
+      hook_node(node.get(), unit, call, calls);
     }
   }
-  hook_node(output.grad_fn().get(), target, call, calls);
+  hook_node(output.grad_fn().get(), unit, call, calls);
 }
 
-void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
+void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable) {
   torch::autograd::impl::set_post_acc_grad_hooks(
-      parameter, std::make_unique<GradientHook>(std::move(target), trainable));
+      parameter, std::make_unique<GradientHook>(std::move(unit), trainable));
 }
 
-at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<BackwardTarget> target,
+at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,
                                   CallId call) {
-  NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
+  NodePtr node = make_node<PostBackwardNode>(std::move(unit), call);
   node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
   return view_of(tensor, node);
 }
 
 InputWatch::InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> others,
-                       std::shared_ptr<BackwardTarget> target, CallId call) {
+                       std::shared_ptr<TorchUnit> unit, CallId call) {
   others_.reserve(others.size());
   for (at::Tensor& tensor : others) {
     const Node* node = tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
@@ -305,7 +304,7 @@ InputWatch::InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Te
   if (inputs.empty()) {
     return;
   }
-  const NodePtr node = make_node<PostBackwardNode>(std::move(target), call);
+  const NodePtr node = make_node<PostBackwardNode>(std::move(unit), call);
   inputs_.reserve(inputs.size());
   for (const at::Tensor& tensor : inputs) {
     const bool is_new = std::none_of(inputs_.begin(), inputs_.end(), [&](const Input& input) {

@@ -42,14 +42,7 @@
 
 namespace fsdp {
 
-// `call` is the call of the unit's forward that made the node.
-class BackwardTarget {
- public:
-  virtual ~BackwardTarget() = default;
-  virtual void on_pre_backward(CallId call, const torch::autograd::Node* node) = 0;
-  virtual void on_gradient(std::size_t trainable) = 0;
-  virtual void on_post_backward(CallId call) = 0;
-};
+class TorchUnit;
 
 // Which calls have their outputs in the graph of the backward that runs: Note [order of backward]
 // in core/schedule/backward_order.h.
@@ -77,14 +70,14 @@ std::uint64_t next_node_number();
 
 // Adds the output's nodes to `calls`, if it is not null. `first_node` is next_node_number() when
 // forward entered the unit.
-void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<BackwardTarget>& target,
+void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<TorchUnit>& unit,
                            CallId call, std::uint64_t first_node, GraphCalls* calls);
 
-void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<BackwardTarget> target,
+void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
 
 // Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.
-at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<BackwardTarget> target,
+at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,
                                   CallId call);
 
 // Puts a PostBackwardNode in front of a call's inputs while its forward runs: Note [inputs].
@@ -94,7 +87,7 @@ class InputWatch {
   // The inputs that get the node require gradients and are no leaves. Of the other ones, changed()
   // has those that forward has changed.
   InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> others,
-             std::shared_ptr<BackwardTarget> target, CallId call);
+             std::shared_ptr<TorchUnit> unit, CallId call);
 
   bool is_empty() const { return inputs_.empty() && others_.empty(); }
 

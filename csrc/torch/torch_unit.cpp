@@ -454,7 +454,7 @@ void TorchUnit::reclaim_memory() {
   gradients_.reclaim();
 }
 
-// - BackwardTarget
+// - Autograd's hooks
 
 void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {

@@ -102,9 +102,7 @@ struct UnitRanges {
   std::string post_backward;
 };
 
-class TorchUnit final : public UnitPort,
-                        public BackwardTarget,
-                        public std::enable_shared_from_this<TorchUnit> {
+class TorchUnit final : public UnitPort, public std::enable_shared_from_this<TorchUnit> {
  public:
   TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitParameter> parameters,
             ForwardCasts casts, std::size_t module_count);
@@ -135,6 +133,11 @@ class TorchUnit final : public UnitPort,
   // alias of the tensor. Backward joins the reduction when it passes this alias, and sends zeros.
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
+
+  // - Autograd's hooks: torch/autograd_hooks.h. `call` is the call of forward that made the node.
+  void on_pre_backward(CallId call, const torch::autograd::Node* node);
+  void on_gradient(std::size_t trainable);
+  void on_post_backward(CallId call);
 
   // Counts gradients that user code has put into the unsharded parameters, as zero-bubble schedules
   // of pipelines do after torch.autograd.grad.
@@ -207,11 +210,6 @@ class TorchUnit final : public UnitPort,
   void import_sharded_gradient(std::size_t i) override;
   void set_sharded_gradient(std::size_t i) override;
 
-  // - BackwardTarget.
-  void on_pre_backward(CallId call, const torch::autograd::Node* node) override;
-  void on_gradient(std::size_t trainable) override;
-  void on_post_backward(CallId call) override;
-
   // An input of an extension: a part of the slot with a storage of its own. The class may rely on a
   // storage offset of 0, which FSDP2's tensors have.
   struct GatheredInput {
@@ -236,7 +234,7 @@ class TorchUnit final : public UnitPort,
   bool enter_module();
   bool leave_module(std::size_t index);
   pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
-  std::shared_ptr<BackwardTarget> kept_target();
+  std::shared_ptr<TorchUnit> kept_unit();
   void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call, bool entering);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
                              GraphCalls* calls);

@@ -181,7 +181,7 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
   // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
   const bool has_gradient = tensor.requires_grad() || !parameters_.trainable().empty();
   const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()
-                                 ? add_post_backward_node(tensor, kept_target(), call)
+                                 ? add_post_backward_node(tensor, kept_unit(), call)
                                  : tensor;
   return inner_ == nullptr ? skipped : inner_->begin_skip(skipped);
 }
@@ -202,7 +202,7 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
     call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
-    add_pre_backward_hook(tensor, kept_target(), call, first_node_,
+    add_pre_backward_hook(tensor, kept_unit(), call, first_node_,
                           recomputing ? nullptr : &root->graph_calls());
   }
 }
@@ -254,7 +254,7 @@ py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtyp
 }
 
 // This unit, as a pointer that owns the root, which owns all units.
-std::shared_ptr<BackwardTarget> TorchUnit::kept_target() {
+std::shared_ptr<TorchUnit> TorchUnit::kept_unit() {
   std::shared_ptr<TorchRoot> root = root_.lock();
   FSDP_CHECK(root != nullptr, "Unit '", name_, "' has no root. This is a bug in fsdp_ext.");
   return {std::move(root), this};
@@ -281,7 +281,7 @@ void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call, 
     return;
   }
   watch.end();  // of a forward that was interrupted
-  watch = InputWatch(watched, std::move(others), kept_target(), call);
+  watch = InputWatch(watched, std::move(others), kept_unit(), call);
 }
 
 // Returns what the caller gets in place of the output.
@@ -292,7 +292,7 @@ py::object TorchUnit::end_watch(std::size_t index, py::handle output, CallId cal
     return py::reinterpret_borrow<py::object>(output);
   }
   for (const at::Tensor& tensor : watch.changed()) {
-    add_pre_backward_hook(tensor, kept_target(), call, first_node_, calls);
+    add_pre_backward_hook(tensor, kept_unit(), call, first_node_, calls);
   }
   return map_tensors(output, [&](const at::Tensor& tensor) { return watch.output_for(tensor); });
 }
@@ -304,7 +304,7 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
     found = found || (tensor.requires_grad() && !tensor.is_leaf());
-    add_pre_backward_hook(tensor, kept_target(), call, first_node_, calls);
+    add_pre_backward_hook(tensor, kept_unit(), call, first_node_, calls);
     return tensor;
   });
   return found;
