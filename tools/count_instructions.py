@@ -27,11 +27,7 @@ WARM_STEPS = 5
 LAYERS, UNITS = 1, 96
 PARTS = ("unsharded", "sharded")
 ORDER_CHECK = {
-    # Inlined into what the pipeline gives to the gatherer and the reducer.
-    "Pipeline::record_issue": (
-        r"^std::_Function_handler<void \(fsdp::Bucket const&, fsdp::NextMessage const&\), "
-        r"fsdp::Pipeline::"
-    ),
+    "Announcer::announce": r"^fsdp::Announcer::announce\(",
     "BackwardExchange": r"^fsdp::BackwardExchange::(begin|end)\(",
 }
 LINE = re.compile(r"\s*([\d,]+) \([^)]*\)\s+[^:]*:(.+?)(?: \[.*\])?$")

@@ -204,7 +204,7 @@ NOT_SEEN = {
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
     "core/reduce/reducer.cpp prepare_output: lane_.synchronize();": NO_TEST,
-    "core/reduce/reducer.cpp prepare_output: replicas_.lane->synchronize();": NO_TEST,
+    "core/reduce/reducer.cpp prepare_output: replicas_->synchronize();": NO_TEST,
     "core/reduce/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
@@ -239,9 +239,9 @@ NOT_SEEN = {
     "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
     "core/reduce/reducer.cpp accumulated_parts: lane_.synchronize();": BESIDE,
     "core/reduce/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/reduce/reducer.cpp plan_memory: replicas_.lane->synchronize();": AFTER_USE,
+    "core/reduce/reducer.cpp plan_memory: replicas_->synchronize();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
-    "core/reduce/reducer.cpp ~Reducer: replicas_.lane->drain();": AFTER_USE,
+    "core/reduce/reducer.cpp ~Reducer: replicas_->drain();": AFTER_USE,
     "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,
     "device/cuda_stream.cpp wait_for: "
     "cudaError_t result = cudaEventQuery(events_[number]);": ONLY_TIMES,

@@ -25,14 +25,13 @@ std::uint64_t version_of(const Bucket& bucket) {
 
 }  // namespace
 
-Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger,
-                   RecordIssue record_issue)
+Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announcer& announcer)
     : device_(device),
       packer_(packer),
       lane_(lane),
       streams_(device, lane),
       ledger_(ledger),
-      record_issue_(std::move(record_issue)),
+      announcer_(announcer),
       staging_(device) {}
 
 // Work in flight uses the buffers that are freed now.

@@ -28,10 +28,12 @@
 
 namespace fsdp {
 
+class Announcer;
+
 class Gatherer {
  public:
-  // The lane outlives this, and may be shared with others.
-  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, RecordIssue record_issue);
+  // All of these outlive this, and others may use the lane, too.
+  Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, Announcer& announcer);
   ~Gatherer();
 
   Gatherer(const Gatherer&) = delete;
@@ -132,7 +134,7 @@ class Gatherer {
   Lane& lane_;
   LaneStreams streams_;
   Ledger& ledger_;
-  RecordIssue record_issue_;
+  Announcer& announcer_;
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
   bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;

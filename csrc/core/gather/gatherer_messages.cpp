@@ -1,6 +1,7 @@
 // The messages of the gatherer, and the copies around them.
 #include "base/check.h"
 #include "core/gather/gatherer.h"
+#include "core/schedule/announcer.h"
 
 namespace fsdp {
 namespace {
@@ -179,7 +180,8 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, const Output& outp
   const GatherSource& source = bucket.gather.source();
   const GatherPiece& piece = source.pieces[number];
   Stream& stream = streams_.messages();
-  record_issue_(bucket, {number, piece.bytes});
+  announcer_.announce(bucket,
+                      {source.op, lane_, source.communicator, source.label, number, piece.bytes});
   const InFlight flight(lane_.flights(), stream, source.communicator,
                         {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
   const Work work = source.is_of_group() ? Work::GroupGather : Work::Gather;

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,15 +13,6 @@
 #include "device/stream.h"
 
 namespace fsdp {
-
-struct Bucket;
-
-// A message that is about to be issued. `piece` counts those of one gather or reduction from 0.
-struct NextMessage {
-  std::size_t piece;
-  std::size_t bytes;
-};
-using RecordIssue = std::function<void(const Bucket&, const NextMessage&)>;
 
 class LaneStreams {
  public:

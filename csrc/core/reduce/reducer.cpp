@@ -7,6 +7,7 @@
 
 #include "base/align.h"
 #include "base/check.h"
+#include "core/schedule/announcer.h"
 #include "device/host_clock.h"
 
 namespace fsdp {
@@ -25,14 +26,15 @@ bool has_gradient(const Bucket& bucket, const Unit& unit, std::size_t i) {
 
 }  // namespace
 
-Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas)
+Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Lane* replicas, Ledger& ledger,
+                 Announcer& announcer)
     : device_(device),
       packer_(packer),
-      lane_(*ranks.lane),
+      lane_(lane),
       streams_(device, lane_),
       ledger_(ledger),
-      record_issue_(std::move(ranks.record_issue)),
-      replicas_(std::move(replicas)),
+      announcer_(announcer),
+      replicas_(replicas),
       input_(device),
       output_(device),
       nonfinite_(device) {}
@@ -40,16 +42,16 @@ Reducer::Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Ove
 // Work in flight uses the buffers that are freed now.
 Reducer::~Reducer() {
   lane_.drain();
-  if (replicas_.lane != nullptr) {
-    replicas_.lane->drain();
+  if (replicas_ != nullptr) {
+    replicas_->drain();
   }
 }
 
 void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   lane_.synchronize();
-  const bool has_replicas = replicas_.lane != nullptr;
+  const bool has_replicas = replicas_ != nullptr;
   if (has_replicas) {
-    replicas_.lane->synchronize();
+    replicas_->synchronize();
   }
   input_.reset(nullptr, 0);
   output_.reset(nullptr, 0);
@@ -203,7 +205,7 @@ void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
 }
 
 Reducer::Route Reducer::route_of(const Bucket& bucket) const {
-  const bool has_replicas = replicas_.lane != nullptr;
+  const bool has_replicas = replicas_ != nullptr;
   if (bucket.layout.world_size() > 1) {
     return has_replicas ? Route::ScatterAndSum : Route::Scatter;
   }
@@ -234,7 +236,7 @@ Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, 
     output_.wait_for_both(streams_.messages(), bucket.reduction.label);
   }
   Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
-  Stream& after = sums(route) ? replicas_.lane->stream()
+  Stream& after = sums(route) ? replicas_->stream()
                               : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
   return {bucket, units, route, in_place, into, first_message, issue, before, after};
 }
@@ -289,7 +291,8 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduction.input_bytes(piece);
   const Range range(device_, bucket.ranges.reduce_scatter, bytes);
-  record_issue_(bucket, {number, bytes});
+  announcer_.announce(bucket, {Collective::ReduceScatter, lane_, bucket.reduction.communicator_,
+                               bucket.reduction.label, number, bytes});
   const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
                         {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
                         bucket.reduction.label);
@@ -309,10 +312,11 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
-  Lane& lane = *replicas_.lane;
+  Lane& lane = *replicas_;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
   const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
-  replicas_.record_issue(bucket, {number, numel * itemsize(dtype)});
+  announcer_.announce(bucket, {Collective::AllReduce, lane, lane.communicator(),
+                               bucket.reduction.all_reduce_label, number, numel * itemsize(dtype)});
   const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
                         {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
                         bucket.reduction.all_reduce_label);
@@ -534,8 +538,8 @@ void Reducer::prepare_output(std::size_t bytes) {
   }
   if (output_.data() != nullptr) {
     lane_.synchronize();
-    if (replicas_.lane != nullptr) {
-      replicas_.lane->synchronize();
+    if (replicas_ != nullptr) {
+      replicas_->synchronize();
     }
   }
   output_bytes_ = std::max(output_bytes_, align_up(bytes, 2 * kRegionAlignment));

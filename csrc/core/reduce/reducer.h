@@ -82,17 +82,14 @@
 
 namespace fsdp {
 
+class Announcer;
+
 class Reducer {
  public:
-  // A lane, and the callback that records each collective before it is issued. Both outlive the
-  // reducer, and may be shared with others.
-  struct Over {
-    Lane* lane = nullptr;
-    RecordIssue record_issue;
-  };
-
-  // `ranks` reduce-scatter. `replicas` have a lane if there are any: Note [replicas].
-  Reducer(Device& device, Packer& packer, Ledger& ledger, Over ranks, Over replicas);
+  // The lane of the ranks reduce-scatters. `replicas` is null if there are none: Note [replicas].
+  // All of these outlive the reducer, and others may use the lanes, too.
+  Reducer(Device& device, Packer& packer, Lane& lane, Lane* replicas, Ledger& ledger,
+          Announcer& announcer);
   ~Reducer();
 
   Reducer(const Reducer&) = delete;
@@ -232,10 +229,10 @@ class Reducer {
   char* output_of(const Reduction& reduction, std::size_t piece) const;
   static char* place_in(void* segment, const Bucket& bucket, std::size_t piece);
   // Whether other streams than the messages' use the reduce output.
-  bool halves_output() const { return streams_.is_any_in_pieces() || replicas_.lane != nullptr; }
+  bool halves_output() const { return streams_.is_any_in_pieces() || replicas_ != nullptr; }
   // The all-reduce over replicas reads it, too.
   BufferUse output_use() const {
-    return replicas_.lane != nullptr ? BufferUse::Input : BufferUse::Output;
+    return replicas_ != nullptr ? BufferUse::Input : BufferUse::Output;
   }
 
   void clear_accumulated(Bucket& bucket, const Units& units);
@@ -248,8 +245,8 @@ class Reducer {
   Lane& lane_;
   LaneStreams streams_;
   Ledger& ledger_;
-  RecordIssue record_issue_;
-  Over replicas_;
+  Announcer& announcer_;
+  Lane* replicas_;  // may be null
   HalvedBuffer input_;
   bool packs_ahead_ = false;
   HalvedBuffer output_;  // allocated when first needed

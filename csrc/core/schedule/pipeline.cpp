@@ -16,26 +16,10 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       ledger_(device_),
       order_check_(device_, lanes.gather, replicas == nullptr ? nullptr : &replicas->gather),
       bucket_set_(lanes, options_, units_, order_check_),
-      gatherer_(device_, *lanes.packer, lanes.gather, ledger_,
-                [this](const Bucket& bucket, const NextMessage& message) {
-                  const GatherSource& source = bucket.gather.source();
-                  record_issue({source.op, lanes_.gather, source.communicator, source.label},
-                               bucket, message);
-                }),
-      reducer_(device_, *lanes.packer, ledger_,
-               {&lanes.reduce,
-                [this](const Bucket& bucket, const NextMessage& message) {
-                  record_issue({Collective::ReduceScatter, lanes_.reduce,
-                                bucket.reduction.communicator(), bucket.reduction.label},
-                               bucket, message);
-                }},
-               {replicas == nullptr ? nullptr : &replicas->reduce,
-                [this](const Bucket& bucket, const NextMessage& message) {
-                  Lane& lane = replicas_->reduce;
-                  record_issue({Collective::AllReduce, lane, lane.communicator(),
-                                bucket.reduction.all_reduce_label},
-                               bucket, message);
-                }}),
+      announcer_(options_, passes_, order_check_, ledger_),
+      gatherer_(device_, *lanes.packer, lanes.gather, ledger_, announcer_),
+      reducer_(device_, *lanes.packer, lanes.reduce,
+               replicas == nullptr ? nullptr : &replicas->reduce, ledger_, announcer_),
       reduction_order_(units_, reducer_),
       exchange_(lanes, replicas, options_.has_peers) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,

@@ -31,6 +31,7 @@
 #include "core/lanes.h"
 #include "core/record/ledger.h"
 #include "core/reduce/reducer.h"
+#include "core/schedule/announcer.h"
 #include "core/schedule/backward_order.h"
 #include "core/schedule/forward_order.h"
 #include "core/schedule/passes.h"
@@ -117,14 +118,6 @@ class Pipeline {
   Reducer& reducer() { return reducer_; }
 
  private:
-  // A collective, and what it goes over.
-  struct CollectiveOver {
-    Collective op;
-    Lane& lane;
-    Communicator& communicator;
-    const std::string& label;
-  };
-
   void lend_gradients();
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
@@ -146,7 +139,6 @@ class Pipeline {
   void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
-  void record_issue(const CollectiveOver& over, const Bucket& bucket, const NextMessage& message);
 
   Lanes& lanes_;
   Lanes* replicas_;
@@ -158,11 +150,12 @@ class Pipeline {
   std::vector<std::unique_ptr<Unit>> units_;
   OrderCheck order_check_;
   BucketSet bucket_set_;
+  const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
+  Passes& passes_ = *shared_passes_;
+  Announcer announcer_;
   Gatherer gatherer_;
   Reducer reducer_;
 
-  const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
-  Passes& passes_ = *shared_passes_;
   ForwardOrder forward_order_;
   BackwardOrder backward_order_;
   ReductionOrder reduction_order_;
