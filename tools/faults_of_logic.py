@@ -193,7 +193,7 @@ FAULTS = (
     ),
     Fault(
         "gradients that a failed backward has accumulated stay",
-        f"{CORE}/reduce/reducer.cpp",
+        f"{CORE}/reduce/reducer_wait.cpp",
         "bucket.reduction.accumulated_.clear_all();",
         cpp=CPP,
         python=("recovery",),
@@ -224,7 +224,7 @@ FAULTS = (
     ),
     Fault(
         "gradients of a second dtype overwrite those of the first",
-        f"{CORE}/reduce/reducer_packing.cpp",
+        f"{CORE}/reduce/reducer.cpp",
         "accumulate || dtype != piece.gradient_dtypes.front()",
         "accumulate",
         cpp=CPP,
@@ -232,7 +232,7 @@ FAULTS = (
     ),
     Fault(
         "a NaN in a later message counts as one of the first message's parameters",
-        f"{CORE}/reduce/reducer_packing.cpp",
+        f"{CORE}/reduce/reducer.cpp",
         "bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable",
         "bucket.units.front()->gradients.nonfinite_marks_",
         cpp=CPP,
@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient that autograd did not bring is lost",
-        f"{CORE}/reduce/reducer_packing.cpp",
+        f"{CORE}/reduce/reducer.cpp",
         "unit->gradients.arrive(i);",
         cpp=CPP,
         python=("hidden_outputs",),

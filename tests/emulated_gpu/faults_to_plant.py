@@ -50,7 +50,7 @@ class Edit:
 EDITS = (
     Edit(
         "gradients are packed on a wrong stream",
-        "csrc/core/reduce/reducer_packing.cpp",
+        "csrc/core/reduce/reducer.cpp",
         "  Stream& stream = streams_.before(packs_apart(bucket));\n",
         "  Stream& stream = device_.compute_stream();\n",
     ),
@@ -74,7 +74,7 @@ EDITS = (
     ),
     Edit(
         "gradients are freed when they are packed, as without a record_stream",
-        "csrc/core/reduce/reducer_packing.cpp",
+        "csrc/core/reduce/reducer.cpp",
         "keep_alive.push_back(unit->port.extract_gradients(addresses));",
         "const std::shared_ptr<void> freed_now = unit->port.extract_gradients(addresses);",
     ),
@@ -203,20 +203,20 @@ NOT_SEEN = {
     "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
-    "core/reduce/reducer.cpp prepare_output: lane_.synchronize();": NO_TEST,
-    "core/reduce/reducer.cpp prepare_output: replicas_->synchronize();": NO_TEST,
-    "core/reduce/reducer.cpp settle: bucket.reduction.reduced_->synchronize("
+    "core/reduce/reducer_memory.cpp prepare_output: lane_.synchronize();": NO_TEST,
+    "core/reduce/reducer_memory.cpp prepare_output: replicas_->synchronize();": NO_TEST,
+    "core/reduce/reducer_wait.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
-    "core/reduce/reducer_packing.cpp begin_packing: "
+    "core/reduce/reducer.cpp begin_packing: "
     "input_.wait_for_both(before, bucket.reduction.label);": (
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
     ),
-    "core/reduce/reducer_gradients.cpp ensure_gradient_memory: "
+    "core/reduce/reducer_memory.cpp ensure_gradient_memory: "
     "device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
-    "core/reduce/reducer_packing.cpp wait_for_packing: device_.stream_of(stream).wait("
+    "core/reduce/reducer.cpp wait_for_packing: device_.stream_of(stream).wait("
     "*gradients.bucket->reduction.packed_,": (
         "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
     ),
@@ -235,11 +235,11 @@ NOT_SEEN = {
     "compared_->synchronize(device_.timeout(),": NOT_PINNED,
     "core/agree/order_check.cpp compare_orders: "
     "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
-    "core/reduce/reducer.cpp accumulated_parts: "
+    "core/reduce/reducer_accumulated.cpp accumulated_parts: "
     "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
-    "core/reduce/reducer.cpp accumulated_parts: lane_.synchronize();": BESIDE,
-    "core/reduce/reducer.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/reduce/reducer.cpp plan_memory: replicas_->synchronize();": AFTER_USE,
+    "core/reduce/reducer_accumulated.cpp accumulated_parts: lane_.synchronize();": BESIDE,
+    "core/reduce/reducer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
+    "core/reduce/reducer_memory.cpp plan_memory: replicas_->synchronize();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: replicas_->drain();": AFTER_USE,
     "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,

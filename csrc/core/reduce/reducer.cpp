@@ -1,12 +1,8 @@
 #include "core/reduce/reducer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
-#include <utility>
 
-#include "base/align.h"
-#include "base/check.h"
 #include "core/schedule/announcer.h"
 #include "device/host_clock.h"
 
@@ -45,47 +41,6 @@ Reducer::~Reducer() {
   if (replicas_ != nullptr) {
     replicas_->drain();
   }
-}
-
-void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  lane_.synchronize();
-  const bool has_replicas = replicas_ != nullptr;
-  if (has_replicas) {
-    replicas_->synchronize();
-  }
-  input_.reset(nullptr, 0);
-  output_.reset(nullptr, 0);
-  const bool has_peers = lane_.communicator().size() > 1;
-  const bool may_differ = has_several_meshes(buckets);
-  const auto plan = [&](bool in_pieces_elsewhere) {
-    return plan_reductions(uses_of(buckets), !device_.is_host() && has_peers, has_replicas,
-                           in_pieces_elsewhere);
-  };
-  ReduceMemory memory = plan(false);
-  memory = plan(lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0);
-  memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
-  memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
-  streams_.set_any_in_pieces(memory.any_in_pieces);
-  packs_ahead_ = memory.packs_ahead;
-  most_gradients_ = memory.most_gradients;
-  if (packs_ahead_) {
-    lane_.make_copy_streams();
-  }
-  const std::size_t input = memory.input_bytes;
-  input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
-  output_bytes_ = memory.output_bytes;
-  const auto always_needs_output = [this](const auto& bucket) {
-    return route_of(*bucket) != Route::Local &&
-           !reduces_in_place(bucket->layout, bucket->units.front()->post_scale);
-  };
-  const bool needs_output =
-      std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
-      ((has_peers || has_replicas) && lane_.communicator().traits().keeps_reduce_output);
-  if (output_bytes_ > 0 && lane_.most(needs_output ? 1 : 0, may_differ) > 0) {
-    output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
-  }
-  place_gradients(buckets);
-  nonfinite_.place(buckets);
 }
 
 void Reducer::note_arrival(Bucket& bucket) {
@@ -161,6 +116,121 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
     unit->gradients.awaits_reduction_ =
         !syncs && (unit->gradients.awaits_reduction_ || unit->gradients.any_arrived());
     unit->gradients.forget_arrived();
+  }
+}
+
+// - Packing
+
+// See Note [gradient lifetime].
+void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
+  std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
+  void* const stream = device_.compute_stream().native_handle();
+  packed_gradients_.push_back({&bucket, stream, {}, {}});
+  std::copy_if(bucket.reduction.arrived_on_.begin(), bucket.reduction.arrived_on_.end(),
+               std::back_inserter(packed_gradients_.back().other_streams),
+               [stream](const void* other) { return other != stream; });
+  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
+  keep_alive.reserve(units.size());
+  for (Unit* unit : units) {
+    const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
+    keep_alive.push_back(unit->port.extract_gradients(addresses));
+    // User code may have put gradients there that autograd did not bring.
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      if (addresses[i] != nullptr) {
+        unit->gradients.arrive(i);
+      }
+    }
+  }
+}
+
+// They are those of one bucket, whose event tells when all of them are packed.
+void Reducer::free_packed_gradients(bool measures_wait) {
+  if (packed_gradients_.empty()) {
+    return;
+  }
+  const Bucket& bucket = *packed_gradients_.front().bucket;
+  if (measures_wait) {
+    ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
+                 bucket.numbers());
+  } else {
+    device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
+  }
+  for (const PackedGradients& gradients : packed_gradients_) {
+    wait_for_packing(gradients, gradients.packed_by);
+    for (void* const stream : gradients.other_streams) {
+      wait_for_packing(gradients, stream);
+    }
+  }
+  packed_gradients_.clear();
+}
+
+// See Note [gradients of several streams].
+void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
+  if (stream != device_.compute_stream().native_handle()) {
+    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
+                                   gradients.bucket->reduction.label);
+  }
+}
+
+// Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
+// accumulated gradients also waits for all messages that read them.
+Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
+  Stream& before = streams_.before(packs_apart(bucket));
+  if (packs_apart(bucket)) {
+    streams_.order_after_compute(before);
+    if (into_accumulated) {
+      input_.wait_for_both(before, bucket.reduction.label);
+    }
+  }
+  return before;
+}
+
+void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
+                   bool accumulate) {
+  const UnitLayout& layout = bucket.layout;
+  const ReducePiece& piece = bucket.reduction.pieces_[number];
+  const void* const* gradients = bucket.reduction.gradients_.data() + piece.first_trainable;
+  const void* first_row = nullptr;
+  if (piece.part.is_of_rows() && *gradients != nullptr) {
+    first_row =
+        static_cast<const char*>(*gradients) +
+        static_cast<std::size_t>(piece.gradient_offset) * itemsize(piece.gradient_dtypes.front());
+    gradients = &first_row;
+  }
+  Stream& stream = streams_.before(packs_apart(bucket));
+  const Timed timed(ledger_, stream, Work::Pack, bucket.numbers());
+  for (const DType dtype : piece.gradient_dtypes) {
+    // The first pass writes zeros where it has no gradient. Later passes add theirs.
+    const bool adds = accumulate || dtype != piece.gradient_dtypes.front();
+    packer_.pack(stream, piece.pack_plan, gradients_of(bucket, piece, gradients, dtype), dtype,
+                 destination, layout.reduce_dtype(), units.front()->pre_scale, adds,
+                 {bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable,
+                  device_.is_capturing() ? kCapturedPacking : packings_});
+    ledger_.counters().copied_bytes += static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+                                       static_cast<std::size_t>(layout.world_size()) *
+                                       (itemsize(dtype) + itemsize(layout.reduce_dtype()));
+  }
+}
+
+// The piece's gradients of one dtype. Gradients of other dtypes are left out.
+const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piece,
+                                         const void* const* gradients, DType dtype) {
+  if (piece.gradient_dtypes.size() == 1) {
+    return gradients;
+  }
+  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+    const bool has_dtype = bucket.reduction.gradient_dtypes_[piece.first_trainable + i] == dtype;
+    bucket.reduction.gradients_of_dtype_[i] = has_dtype ? gradients[i] : nullptr;
+  }
+  return bucket.reduction.gradients_of_dtype_.data();
+}
+
+// The messages issued so far are the last to read the piece's input.
+void Reducer::release_input(const Bucket& bucket, std::size_t half) {
+  if (packs_apart(bucket)) {
+    input_.release_half(streams_.messages(), half);
+  } else if (packs_ahead_ || streams_.is_any_in_pieces()) {
+    input_.release_both(streams_.messages());
   }
 }
 
@@ -328,21 +398,6 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   }
 }
 
-// Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
-void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
-  const UnitLayout& layout = reduction.bucket.layout;
-  void* const output = output_of(reduction, 0);  // one rank sends no pieces
-  if (input == output) {
-    return;
-  }
-  Move move;
-  move.source = input;
-  move.destination = output;
-  move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
-  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
-  ledger_.counters().copied_bytes += 2 * move.bytes;
-}
-
 void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
@@ -351,121 +406,6 @@ void Reducer::end_reduction(const Reduction& reduction) {
     output_.release_both(reduction.after);
   }
   bucket.reduction.is_pending_ = true;
-}
-
-void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  {
-    const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, kAllUnits);
-    for (const auto& bucket : buckets) {
-      if (bucket->reduction.is_pending_) {
-        bucket->reduction.is_pending_ = false;
-        bucket->reduction.waited_on_ = device_.compute_stream().native_handle();
-        wait_for_gradients(*bucket);
-      }
-    }
-  }
-  // Not a wait of its own: the compute stream has waited for the reductions.
-  free_packed_gradients(/*measures_wait=*/false);
-  check_hooks(buckets);
-}
-
-// The compute stream waits for gradients on the device, and the host for those of its own memory.
-void Reducer::wait_for_gradients(const Bucket& bucket) {
-  if (bucket.layout.is_offloaded()) {
-    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
-  } else {
-    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
-  }
-}
-
-void Reducer::settle(Bucket& bucket) {
-  if (bucket.reduction.is_pending_) {
-    bucket.reduction.is_pending_ = false;
-    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
-  }
-  forget_hook_errors(bucket);
-  free_packed_gradients(/*measures_wait=*/false);
-}
-
-void Reducer::discard(Bucket& bucket) {
-  settle(bucket);
-  bucket.reduction.accumulated_.clear_all();
-  bucket.reduction.arrived_on_.clear();
-  for (Unit* unit : bucket.units) {
-    unit->gradients.forget_arrived();
-    unit->gradients.awaits_reduction_ = false;
-    unit->port.drop_gradients();
-  }
-}
-
-// - Gradients that backwards without gradient sync accumulate
-
-void Reducer::accumulate(Bucket& bucket, const Units& units) {
-  const Range range(device_, bucket.ranges.accumulate);
-  bucket.reduction.accumulated_.allocate(device_);
-  streams_.follow_compute();
-  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
-  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
-    pack(bucket, units, i, bucket.reduction.accumulated_.piece(i),
-         bucket.reduction.accumulated_.any());
-  }
-  before.record(*bucket.reduction.packed_);
-  bucket.reduction.accumulated_.add_arrived(units, packings_);
-}
-
-std::vector<AccumulatedGradients::Part> Reducer::accumulated_parts(const Unit& unit) {
-  if (unit.bucket == nullptr || !unit.bucket->reduction.accumulated_.any()) {
-    return {};
-  }
-  const BucketReduction& reduction = unit.bucket->reduction;
-  reduction.packed_->synchronize(device_.timeout(), reduction.label);
-  lane_.synchronize();
-  return reduction.accumulated_.parts(unit);
-}
-
-std::vector<char> Reducer::has_accumulated(const Unit& unit) {
-  std::vector<char> has(unit.gradients.count(), 0);
-  for (std::size_t i = 0; unit.bucket != nullptr && i < has.size(); ++i) {
-    has[i] = unit.bucket->reduction.accumulated_.has(unit, i) ? 1 : 0;
-  }
-  return has;
-}
-
-void Reducer::set_accumulated(Unit& unit, const std::vector<char>& has) {
-  FSDP_CHECK(unit.bucket != nullptr && has.size() == unit.gradients.count(), "set_accumulated got ",
-             has.size(), " flags. Unit '", unit.name, "' needs ", unit.gradients.count(),
-             ", and a bucket.");
-  unit.gradients.awaits_reduction_ = true;
-  if (std::find(has.begin(), has.end(), 1) == has.end()) {
-    return;
-  }
-  AccumulatedGradients& accumulated = unit.bucket->reduction.accumulated_;
-  if (!accumulated.any()) {
-    packings_ += 1;
-    accumulated.begin(device_);
-  }
-  for (std::size_t i = 0; i < has.size(); ++i) {
-    if (has[i] != 0) {
-      accumulated.add(unit, i, packings_);
-    }
-  }
-}
-
-bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const {
-  return std::any_of(buckets.begin(), buckets.end(), [this](const auto& bucket) {
-    return bucket->reduction.accumulated_.any_before(first_packing_);
-  });
-}
-
-// Other units keep their accumulated gradients.
-void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
-  if (!bucket.reduction.accumulated_.any()) {
-    return;
-  }
-  bucket.reduction.accumulated_.clear(device_, streams_.messages(), units);
-  if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
-    input_.release_both(streams_.messages());
-  }
 }
 
 // - The reduce input and output, and the copy into the flat gradient
@@ -528,23 +468,6 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
   if (reduction.into == Into::HalfOfOutput && halves_output()) {
     output_.release_half(reduction.after, reduction.first_message + number);
   }
-}
-
-// Has an output of at least so many bytes. What is planned has room for messages. A larger one
-// takes the place of what work in flight may use.
-void Reducer::prepare_output(std::size_t bytes) {
-  if (output_.data() != nullptr && output_.bytes() >= bytes) {
-    return;
-  }
-  if (output_.data() != nullptr) {
-    lane_.synchronize();
-    if (replicas_ != nullptr) {
-      replicas_->synchronize();
-    }
-  }
-  output_bytes_ = std::max(output_bytes_, align_up(bytes, 2 * kRegionAlignment));
-  output_.reset(nullptr, 0);
-  output_.reset(lane_.allocate_alone(output_bytes_, output_use()), output_bytes_);
 }
 
 char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {

@@ -3,22 +3,6 @@
 #include "core/reduce/user_collective.h"
 
 namespace fsdp {
-namespace {
-
-template <typename Function>
-void for_each_hook(const Bucket& bucket, const Function& function) {
-  for (const Unit* unit : bucket.units) {
-    for (UserCollective* hook :
-         {unit->reduce_hook.get(), unit->communication_hook.get(), unit->scatter_hook.get()}) {
-      if (hook != nullptr) {
-        function(*hook);
-      }
-    }
-  }
-}
-
-}  // namespace
-
 // `reduced` is this rank's segment of the whole bucket.
 void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   Bucket& bucket = reduction.bucket;
@@ -60,25 +44,6 @@ bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* out
   hook->issue(streams_.messages(), {output, numel, layout.reduce_dtype(), input,
                                     numel * static_cast<std::size_t>(layout.world_size())});
   return true;
-}
-
-// Throws the first error. Errors of other units belong to the same backward, and are forgotten with
-// it.
-void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  try {
-    for (const auto& bucket : buckets) {
-      for_each_hook(*bucket, [](UserCollective& hook) { hook.check(); });
-    }
-  } catch (...) {
-    for (const auto& bucket : buckets) {
-      forget_hook_errors(*bucket);
-    }
-    throw;
-  }
-}
-
-void Reducer::forget_hook_errors(const Bucket& bucket) {
-  for_each_hook(bucket, [](UserCollective& hook) { hook.forget(); });
 }
 
 }  // namespace fsdp

@@ -1,10 +1,71 @@
-// Where the sharded gradients of buckets have their memory.
+// The memory of the reducer: reduce input and output, and that of the sharded gradients.
 #include <algorithm>
 #include <vector>
 
+#include "base/align.h"
 #include "core/reduce/reducer.h"
 
 namespace fsdp {
+
+void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  lane_.synchronize();
+  const bool has_replicas = replicas_ != nullptr;
+  if (has_replicas) {
+    replicas_->synchronize();
+  }
+  input_.reset(nullptr, 0);
+  output_.reset(nullptr, 0);
+  const bool has_peers = lane_.communicator().size() > 1;
+  const bool may_differ = has_several_meshes(buckets);
+  const auto plan = [&](bool in_pieces_elsewhere) {
+    return plan_reductions(uses_of(buckets), !device_.is_host() && has_peers, has_replicas,
+                           in_pieces_elsewhere);
+  };
+  ReduceMemory memory = plan(false);
+  memory = plan(lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0);
+  memory.input_bytes = lane_.most(memory.input_bytes, may_differ);
+  memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
+  streams_.set_any_in_pieces(memory.any_in_pieces);
+  packs_ahead_ = memory.packs_ahead;
+  most_gradients_ = memory.most_gradients;
+  if (packs_ahead_) {
+    lane_.make_copy_streams();
+  }
+  const std::size_t input = memory.input_bytes;
+  input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
+  output_bytes_ = memory.output_bytes;
+  const auto always_needs_output = [this](const auto& bucket) {
+    return route_of(*bucket) != Route::Local &&
+           !reduces_in_place(bucket->layout, bucket->units.front()->post_scale);
+  };
+  const bool needs_output =
+      std::any_of(buckets.begin(), buckets.end(), always_needs_output) ||
+      ((has_peers || has_replicas) && lane_.communicator().traits().keeps_reduce_output);
+  if (output_bytes_ > 0 && lane_.most(needs_output ? 1 : 0, may_differ) > 0) {
+    output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
+  }
+  place_gradients(buckets);
+  nonfinite_.place(buckets);
+}
+
+// Has an output of at least so many bytes. What is planned has room for messages. A larger one
+// takes the place of what work in flight may use.
+void Reducer::prepare_output(std::size_t bytes) {
+  if (output_.data() != nullptr && output_.bytes() >= bytes) {
+    return;
+  }
+  if (output_.data() != nullptr) {
+    lane_.synchronize();
+    if (replicas_ != nullptr) {
+      replicas_->synchronize();
+    }
+  }
+  output_bytes_ = std::max(output_bytes_, align_up(bytes, 2 * kRegionAlignment));
+  output_.reset(nullptr, 0);
+  output_.reset(lane_.allocate_alone(output_bytes_, output_use()), output_bytes_);
+}
+
+// - Sharded gradients
 
 // See Note [shards and gradients in windows].
 void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
