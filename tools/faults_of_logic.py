@@ -194,7 +194,7 @@ FAULTS = (
     Fault(
         "gradients that a failed backward has accumulated stay",
         f"{CORE}/reduce/reducer_wait.cpp",
-        "bucket.reduction.accumulated_.clear_all();",
+        "bucket.reduction.accumulated_.reset();",
         cpp=CPP,
         python=("recovery",),
     ),

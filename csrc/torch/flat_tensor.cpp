@@ -119,13 +119,13 @@ void FlatTensor::reclaim(bool parts_are_newer) {
   if (!flat_.defined() || !flat_.is_cpu()) {
     return;
   }
-  take_back(flat_.storage(), data_, /*with_content=*/true);
+  reclaim(flat_.storage(), data_, /*with_content=*/true);
   for (const Part& part : parts_) {
-    take_back(part.storage, at_byte(data_, part.offset), parts_are_newer);
+    reclaim(part.storage, at_byte(data_, part.offset), parts_are_newer);
   }
 }
 
-void FlatTensor::take_back(const c10::Storage& storage, void* own, bool with_content) const {
+void FlatTensor::reclaim(const c10::Storage& storage, void* own, bool with_content) const {
   const void* const now = data_of(storage);
   if (own == now) {
     return;

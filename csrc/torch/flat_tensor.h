@@ -53,7 +53,7 @@ class FlatTensor {
     std::size_t offset;  // bytes
   };
 
-  void take_back(const c10::Storage& storage, void* own, bool with_content) const;
+  void reclaim(const c10::Storage& storage, void* own, bool with_content) const;
 
   at::Tensor flat_;
   void* data_ = nullptr;

@@ -38,7 +38,7 @@ class PythonUserCollective final : public UserCollective,
     }
   }
 
-  void forget() override { error_ = nullptr; }
+  void reset() override { error_ = nullptr; }
 
   void check() override {
     if (const std::exception_ptr error = std::exchange(error_, nullptr)) {

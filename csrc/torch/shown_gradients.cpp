@@ -233,19 +233,19 @@ void ShownGradients::add_gradient(std::size_t parameter, at::Tensor gradient) {
   now = std::move(gradient);
 }
 
-void ShownGradients::forget_taken() {
+void ShownGradients::reset_taken() {
   taken_flat_ = at::Tensor();
   has_taken_ = false;
 }
 
-void ShownGradients::drop() {
+void ShownGradients::discard() {
   for (std::size_t i = 0; i < shown_.size(); ++i) {
     if (shown_[i].is_shown) {
       parameters_.gradient_owner(i).mutable_grad() = shown_[i].put_aside;
     }
     shown_[i] = {};
   }
-  forget_taken();
+  reset_taken();
   set_any(false);
 }
 

@@ -50,9 +50,9 @@ class ShownGradients {
   // Whether this backward has taken back gradients that are not reduced yet.
   bool has_taken() const { return has_taken_; }
   // Call it when the gradients that were taken back have been packed.
-  void forget_taken();
+  void reset_taken();
   // Drops all shown gradients, after a backward that failed.
-  void drop();
+  void discard();
   // Call it when the root is destroyed.
   void leave_root() { set_any(false); }
 

@@ -120,7 +120,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   }
   recover();
   for (const auto& other : units_) {
-    other->forget_pending();
+    other->reset_pending();
     other->reclaim_memory();
   }
   owner_.change(RootOwner::Use::Forward);
@@ -249,7 +249,7 @@ void TorchRoot::end_backward() {
   }
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
-    unit->forget_pending();
+    unit->reset_pending();
   }
   if (passes().in_forward()) {
     owner_.change(RootOwner::Use::Forward);
@@ -269,7 +269,7 @@ void TorchRoot::begin_step() {
     if (is_due) {
       unit->begin_checksum();
     } else {
-      unit->drop_checksum();  // of a step that ended in an exception
+      unit->discard_checksum();  // of a step that ended in an exception
     }
   }
 }
@@ -285,9 +285,9 @@ void TorchRoot::end_step() {
 
 void TorchRoot::reset_iteration() {
   for (const auto& unit : units_) {
-    unit->forget_pending();
+    unit->reset_pending();
   }
-  passes().forget();
+  passes().reset();
   const py::gil_scoped_release no_gil;
   pipeline_->reset();
   leave_if_idle();
@@ -298,9 +298,9 @@ void TorchRoot::recover() {
     return;
   }
   for (const auto& unit : units_) {
-    unit->forget_pending();
+    unit->reset_pending();
   }
-  passes().forget();
+  passes().reset();
   if (reset_failed(Pipeline::After::Failure)) {
     warn_of_lost_gradients();
   }

@@ -353,17 +353,17 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
   }
-  shown_.forget_taken();
+  shown_.reset_taken();
   return taken;
 }
 
-void TorchUnit::drop_gradients() {
+void TorchUnit::discard_gradients() {
   for (const std::size_t parameter : parameters_.trainable()) {
     if (parameters_[parameter].has_gradient()) {
       parameters_[parameter].unsharded.mutable_grad() = at::Tensor();
     }
   }
-  shown_.drop();
+  shown_.discard();
 }
 
 // See Note [held gradients].

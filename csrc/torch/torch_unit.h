@@ -163,7 +163,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   // Enclose a checked step: Note [checked steps] in torch/step_checksum.h.
   void begin_checksum();
   StepChecksum::Numbers end_checksum();
-  void drop_checksum() { checksum_.reset(); }
+  void discard_checksum() { checksum_.reset(); }
   // Undoes share_memory_() on shards and gradients: see FlatTensor::reclaim.
   void reclaim_memory();
   // The root is destroyed, and the slot with it.
@@ -175,7 +175,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   // nothing else ends the unit's forward.
   void end_incomplete_forward(TorchRoot& root, pybind11::handle output);
   // Forgets which modules of a group forward has run.
-  void forget_pending();
+  void reset_pending();
 
   const UnitLayout& layout() const { return layout_; }
   at::Device device() const { return tensors_.device; }
@@ -196,7 +196,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   bool computes_inputs() override { return has_extensions_; }
   void compute_inputs() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
-  void drop_gradients() override;
+  void discard_gradients() override;
   bool keeps_gradients() override { return shown_.is_enabled(); }
   bool has_held_gradients() override;
   bool uses_gradient_memory() override;
@@ -227,7 +227,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   bool shows_gradient(std::size_t i) const;
   pybind11::object end_forwards(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end_forward(TorchRoot& root, std::size_t index, pybind11::handle returned);
-  void drop_watches(std::size_t index);
+  void discard_watches(std::size_t index);
   void hash_parameters();
   at::Tensor hash_of_shard() const;
   bool is_summoned(TorchRoot& root) const;

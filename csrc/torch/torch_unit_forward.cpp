@@ -96,23 +96,23 @@ py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
   }
   const Range range(*root->lanes().device, ranges_.post_forward);
   if (handled_exception() != handled_.at(index)) {
-    drop_watches(index);
+    discard_watches(index);
     root->abandon_forward(*this);
     return py::none();
   }
   try {
     return end_forwards(*root, index, output);
   } catch (...) {
-    drop_watches(index);
+    discard_watches(index);
     root->abandon_forward(*this);
     throw;
   }
 }
 
 // Forward has ended in an exception.
-void TorchUnit::drop_watches(std::size_t index) {
+void TorchUnit::discard_watches(std::size_t index) {
   if (inner_ != nullptr) {
-    inner_->drop_watches(index);
+    inner_->discard_watches(index);
   }
   watches_.at(index).end();
   watches_.at(index) = {};
@@ -236,10 +236,10 @@ void TorchUnit::end_incomplete_forward(TorchRoot& root, py::handle output) {
   if (is_incomplete && !root.is_outermost(*this)) {
     (void)watch_outputs(output, root.pipeline().post_forward(number_), &root.graph_calls());
   }
-  forget_pending();
+  reset_pending();
 }
 
-void TorchUnit::forget_pending() {
+void TorchUnit::reset_pending() {
   std::fill(pending_.begin(), pending_.end(), 0);
   pending_count_ = 0;
 }

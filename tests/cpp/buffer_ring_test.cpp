@@ -59,7 +59,7 @@ TEST_F(BufferRingTest, ForgetsContentsOfReleasedSlots) {
   release(acquire(0));
   release(acquire(1), /*keeps_contents=*/false);
   EXPECT_EQ(ring_.find_contents(1), nullptr);
-  ring_.forget_contents();
+  ring_.invalidate_contents();
   EXPECT_EQ(ring_.find_contents(0), nullptr);
 }
 

@@ -94,7 +94,7 @@ class FakeUnit final : public UnitPort {
     }
     return taken;
   }
-  void drop_gradients() override { gradients_.assign(2, {}); }
+  void discard_gradients() override { gradients_.assign(2, {}); }
   bool has_held_gradients() override { return false; }
   void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
   bool uses_gradient_memory() override { return true; }

@@ -41,11 +41,11 @@ void Gatherer::begin_iteration() {
   iteration_ += 1;
   streams_.follow_compute();
   if (ring_ != nullptr) {
-    ring_->forget_contents();
+    ring_->invalidate_contents();
   }
 }
 
-bool Gatherer::drop_outdated(const std::vector<std::unique_ptr<Unit>>& units) {
+bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units) {
   bool has_changed = false;
   for (const auto& unit : units) {
     const std::uint64_t version = unit->port.shard_version();
@@ -138,7 +138,7 @@ void Gatherer::note_issue(Bucket& bucket, const Slot* slot, bool on_demand) {
   issue.on_demand = on_demand;
 }
 
-void Gatherer::forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+void Gatherer::reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   for (const auto& bucket : buckets) {
     bucket->gather.issue_ = {};
   }
@@ -374,14 +374,14 @@ void Gatherer::end_keeping() {
   for_each_group_shard([](GroupShard& group) { group.is_due = false; });
 }
 
-void Gatherer::forget_group_shards() {
+void Gatherer::invalidate_group_shards() {
   for_each_group_shard([](GroupShard& group) {
     group.kept_from.valid = false;
     group.is_due = false;
   });
 }
 
-void Gatherer::forget(Bucket& bucket) {
+void Gatherer::invalidate(Bucket& bucket) {
   bucket.gather.gathered_from_.valid = false;
   bucket.gather.cast_from_.valid = false;
   if (bucket.gather.group_ != nullptr) {

@@ -6,7 +6,7 @@
 // slot, the iteration is the same and its shards have not changed. Nothing is reused across
 // iterations, because not every change of the shards is visible: writes through `.data`,
 // torch._foreach_ functions and fused optimizers do not change a DTensor's version. After such a
-// change within an iteration, users call reshard(), which forgets what was gathered.
+// change within an iteration, users call reshard(), which invalidates what was gathered.
 //
 // Note [gather inputs]
 // Where the wire has another dtype than the shard, or the shard is in the host's memory, a bucket
@@ -51,7 +51,7 @@ class Gatherer {
   // Reshards units that stayed unsharded although their shards have changed since. Returns whether
   // any shards have changed since the last call. Then the graphs of earlier forwards are out of
   // date.
-  bool drop_outdated(const std::vector<std::unique_ptr<Unit>>& units);
+  bool reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units);
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
   // In a CUDA graph capture, makes the compute stream wait for all gathers.
@@ -74,9 +74,9 @@ class Gatherer {
   // Slots that are released from now on are not kept.
   void end_keeping();
   // Marks all group shards as out of date.
-  void forget_group_shards();
+  void invalidate_group_shards();
   // Marks everything that was gathered, cast or kept from the bucket's shards as out of date.
-  void forget(Bucket& bucket);
+  void invalidate(Bucket& bucket);
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);
 
@@ -84,7 +84,7 @@ class Gatherer {
   std::size_t staging_bytes() const { return staging_.bytes(); }
   bool keeps_inputs() const { return keeps_inputs_; }  // Note [gather inputs]
   // Forgets the issue times and refusals of the previous iteration.
-  static void forget_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  static void reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
   void set_poison_released_slots(bool value) { poison_ = value; }
 
@@ -127,7 +127,7 @@ class Gatherer {
   void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
                               const GatherMemory& memory, bool may_differ);
   void wait_for_gather(Unit& unit);
-  void drop_failed_gather(Bucket& bucket);
+  void discard_failed_gather(Bucket& bucket);
 
   Device& device_;
   Packer& packer_;

@@ -243,15 +243,15 @@ void Gatherer::wait_for_gather(Unit& unit) {
     try {
       hook->check();
     } catch (...) {
-      drop_failed_gather(bucket);
+      discard_failed_gather(bucket);
       throw;
     }
   }
 }
 
 // The slot's contents are unknown, so the next use gathers again.
-void Gatherer::drop_failed_gather(Bucket& bucket) {
-  forget(bucket);
+void Gatherer::discard_failed_gather(Bucket& bucket) {
+  invalidate(bucket);
   for (Unit* unit : bucket.units) {
     if (unit->gather.state_ == UnitState::Gathering) {
       reshard(*unit);

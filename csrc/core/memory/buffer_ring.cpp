@@ -156,7 +156,7 @@ void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
   readers.record(*slot.released);
 }
 
-void BufferRing::forget_contents() {
+void BufferRing::invalidate_contents() {
   for (auto& slot : slots_) {
     if (slot->owner == Slot::kNobody) {
       slot->contents = Slot::kNobody;

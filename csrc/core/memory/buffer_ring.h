@@ -71,7 +71,7 @@ class BufferRing {
   void release(Slot& slot, Stream& readers, bool keeps_contents);
 
   // The parameters have changed, so the contents of released slots are out of date.
-  void forget_contents();
+  void invalidate_contents();
 
   const RingPlan& plan() const { return plan_; }
   std::size_t allocated_bytes() const;

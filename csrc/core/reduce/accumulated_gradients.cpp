@@ -50,7 +50,7 @@ void AccumulatedGradients::add_arrived(const std::vector<Unit*>& units, std::uin
   has_any_ = true;
 }
 
-void AccumulatedGradients::clear(Device& device, Stream& stream, const std::vector<Unit*>& units) {
+void AccumulatedGradients::reset(Device& device, Stream& stream, const std::vector<Unit*>& units) {
   for (const Unit* unit : units) {
     const auto first = since_.begin() + static_cast<std::ptrdiff_t>(unit->first_trainable);
     std::fill(first, first + static_cast<std::ptrdiff_t>(unit->gradients.count()), 0);
@@ -63,7 +63,7 @@ void AccumulatedGradients::clear(Device& device, Stream& stream, const std::vect
   }
 }
 
-void AccumulatedGradients::clear_all() {
+void AccumulatedGradients::reset() {
   std::fill(since_.begin(), since_.end(), 0);
   has_any_ = false;
 }

@@ -48,8 +48,8 @@ class AccumulatedGradients {
   void add_arrived(const std::vector<Unit*>& units, std::uint64_t packing);
   // Forgets the gradients of these units. Other units keep theirs; `stream` writes zeros between
   // them.
-  void clear(Device& device, Stream& stream, const std::vector<Unit*>& units);
-  void clear_all();
+  void reset(Device& device, Stream& stream, const std::vector<Unit*>& units);
+  void reset();
 
   char* piece(std::size_t number) const;  // of the bucket's reductions
   // The parts of the unit's segments, in order.

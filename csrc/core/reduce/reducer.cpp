@@ -115,7 +115,7 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
   for (Unit* unit : units) {
     unit->gradients.awaits_reduction_ =
         !syncs && (unit->gradients.awaits_reduction_ || unit->gradients.any_arrived());
-    unit->gradients.forget_arrived();
+    unit->gradients.reset_arrived();
   }
 }
 
@@ -256,7 +256,7 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
     release_input(bucket, reduction.first_message);
   }
   set_sharded_gradients(bucket, units);
-  clear_accumulated(bucket, units);
+  reset_accumulated(bucket, units);
   end_reduction(reduction);
 }
 

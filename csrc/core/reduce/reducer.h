@@ -197,7 +197,7 @@ class Reducer {
   bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);
   bool communicate_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
                            std::size_t numel);
-  static void forget_hook_errors(const Bucket& bucket);
+  static void reset_hooks(const Bucket& bucket);
   static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void send(const Reduction& reduction, std::size_t number, void* input);
   void sum_over_replicas(const Reduction& reduction, std::size_t number);
@@ -235,7 +235,7 @@ class Reducer {
     return replicas_ != nullptr ? BufferUse::Input : BufferUse::Output;
   }
 
-  void clear_accumulated(Bucket& bucket, const Units& units);
+  void reset_accumulated(Bucket& bucket, const Units& units);
   void collect_gradients(Bucket& bucket, const Units& units);
   void free_packed_gradients(bool measures_wait);
   void wait_for_packing(const PackedGradients& gradients, void* stream);

@@ -65,11 +65,11 @@ bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>&
 }
 
 // Other units keep their accumulated gradients.
-void Reducer::clear_accumulated(Bucket& bucket, const Units& units) {
+void Reducer::reset_accumulated(Bucket& bucket, const Units& units) {
   if (!bucket.reduction.accumulated_.any()) {
     return;
   }
-  bucket.reduction.accumulated_.clear(device_, streams_.messages(), units);
+  bucket.reduction.accumulated_.reset(device_, streams_.messages(), units);
   if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
     input_.release_both(streams_.messages());
   }

@@ -49,18 +49,18 @@ void Reducer::settle(Bucket& bucket) {
     bucket.reduction.is_pending_ = false;
     bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
   }
-  forget_hook_errors(bucket);
+  reset_hooks(bucket);
   free_packed_gradients(/*measures_wait=*/false);
 }
 
 void Reducer::discard(Bucket& bucket) {
   settle(bucket);
-  bucket.reduction.accumulated_.clear_all();
+  bucket.reduction.accumulated_.reset();
   bucket.reduction.arrived_on_.clear();
   for (Unit* unit : bucket.units) {
-    unit->gradients.forget_arrived();
+    unit->gradients.reset_arrived();
     unit->gradients.awaits_reduction_ = false;
-    unit->port.drop_gradients();
+    unit->port.discard_gradients();
   }
 }
 
@@ -73,14 +73,14 @@ void Reducer::check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     }
   } catch (...) {
     for (const auto& bucket : buckets) {
-      forget_hook_errors(*bucket);
+      reset_hooks(*bucket);
     }
     throw;
   }
 }
 
-void Reducer::forget_hook_errors(const Bucket& bucket) {
-  for_each_hook(bucket, [](UserCollective& hook) { hook.forget(); });
+void Reducer::reset_hooks(const Bucket& bucket) {
+  for_each_hook(bucket, [](UserCollective& hook) { hook.reset(); });
 }
 
 }  // namespace fsdp

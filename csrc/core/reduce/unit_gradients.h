@@ -61,7 +61,7 @@ class UnitGradients {
   friend class Reducer;
   friend class NonfiniteGradients;
 
-  void forget_arrived() {
+  void reset_arrived() {
     std::fill(arrived_.begin(), arrived_.end(), 0);
     arrived_count_ = 0;
   }

@@ -52,8 +52,8 @@ class UserCollective {
   // Throws the first error of the hook since the last call. The caller has waited for the stream,
   // which goes on after such an error, so that other ranks do not wait for this one.
   virtual void check() = 0;
-  // Forgets such an error, after a backward that failed for another reason. The same holds.
-  virtual void forget() = 0;
+  // Drops such an error, after a backward that failed for another reason. The same holds.
+  virtual void reset() = 0;
 };
 
 }  // namespace fsdp

@@ -53,7 +53,7 @@ class Passes {
   // No forward runs any more.
   void leave_forward() { outermost_ = kNone; }
   // The same, and nothing has failed.
-  void forget() {
+  void reset() {
     outermost_ = kNone;
     backward_failed_ = false;
   }

@@ -57,7 +57,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   for (const auto& unit : units_) {
     unit->entering = kNoCall;  // of a forward that ended in an exception
   }
-  const bool has_changed = gatherer_.drop_outdated(units_);
+  const bool has_changed = gatherer_.reshard_outdated(units_);
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
@@ -371,8 +371,8 @@ void Pipeline::end_backward() try {
       unit.gather.put_away(unit.port);
     }
   }
-  gatherer_.forget_group_shards();  // another backward may follow an optimizer's step
-  exchange_.end(units_);            // before a wait for a reduction that not all ranks have issued
+  gatherer_.invalidate_group_shards();  // another backward may follow an optimizer's step
+  exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
   if (options_.is_last_backward || device_.is_capturing()) {
     reducer_.wait(buckets());
   }
@@ -469,9 +469,9 @@ bool Pipeline::reset(After what) try {
   const bool drops_gradients = is_backward || what == After::Anything;
   const bool loses_gradients = is_backward && reducer_.has_accumulated_before(buckets());
   if (what != After::FailureInForward) {
-    passes_.forget();
+    passes_.reset();
   }
-  gatherer_.forget_group_shards();
+  gatherer_.invalidate_group_shards();
   for (const auto& unit : units_) {
     gatherer_.reshard(*unit);
     unit->entering = kNoCall;
@@ -500,7 +500,7 @@ bool Pipeline::reset(After what) try {
 void Pipeline::begin_times() {
   ledger_.begin_iteration();
   if (ledger_.has_times()) {
-    Gatherer::forget_issues(buckets());
+    Gatherer::reset_issues(buckets());
   }
 }
 

@@ -40,7 +40,7 @@ class UnitPort {
   // trainable parameter (nullptr if it has none). The result keeps them alive.
   virtual std::shared_ptr<void> extract_gradients(const void** addresses) = 0;
   // Drops the unsharded parameters' gradients, after a backward that failed.
-  virtual void drop_gradients() = 0;
+  virtual void discard_gradients() = 0;
 
   // Whether backwards without gradient sync leave their gradients in the unsharded parameters,
   // where the port finds them afterwards. Otherwise they are packed.

@@ -226,11 +226,11 @@ void register_root(py::module_& m) {
              const py::gil_scoped_release no_gil;
              root.pipeline().reshard(unit);
            })
-      .def("forget",
+      .def("invalidate",
            [](TorchRoot& root, int unit) {
              const UseOfRoot use(root);
              if (Bucket* const bucket = root.pipeline().unit(unit).bucket) {
-               root.pipeline().gatherer().forget(*bucket);
+               root.pipeline().gatherer().invalidate(*bucket);
              }
            })
       .def("form_buckets",

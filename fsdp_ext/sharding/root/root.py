@@ -437,7 +437,7 @@ class Root(UnitTree):
         Within an iteration, parameters would otherwise be reused if their slot or a group of ranks
         has them still, and no version tells that the sharded ones were changed.
         """
-        self.impl.forget(self.number(unit))
+        self.impl.invalidate(self.number(unit))
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters."""

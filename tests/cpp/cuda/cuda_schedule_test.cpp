@@ -392,7 +392,7 @@ class Doubling final : public UserCollective {
             });
   }
   void check() override {}
-  void forget() override {}
+  void reset() override {}
 
   std::vector<std::size_t> numels;
 };

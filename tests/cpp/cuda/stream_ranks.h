@@ -144,7 +144,7 @@ class StreamUnit final : public UnitPort {
     }
     return taken;
   }
-  void drop_gradients() override { gradients_.assign(kParams, nullptr); }
+  void discard_gradients() override { gradients_.assign(kParams, nullptr); }
   bool has_held_gradients() override { return is_gradient_held; }
   void renew_gradient(std::shared_ptr<void> memory) override { move_gradient(std::move(memory)); }
   bool uses_gradient_memory() override {
