@@ -69,9 +69,9 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    enqueue(stream, [this, input, output, bytes, name = Named{&what(), tag()}] {
+    enqueue(stream, tag(), [this, input, output, bytes](const Name& name) {
       if (composed_ != nullptr) {
-        composed_->all_gather({*name.what, name.tag}, input, output, bytes);
+        composed_->all_gather(name, input, output, bytes);
       } else {
         all_gather_now(*backend_, input, output, bytes);
       }
@@ -80,9 +80,9 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
-    enqueue(stream, [this, input, output, numel, dtype, name = Named{&what(), tag()}] {
+    enqueue(stream, tag(), [this, input, output, numel, dtype](const Name& name) {
       if (composed_ != nullptr) {
-        composed_->reduce_scatter({*name.what, name.tag}, input, output, numel, dtype);
+        composed_->reduce_scatter(name, input, output, numel, dtype);
       } else {
         reduce_scatter_now(input, output, numel, dtype);
       }
@@ -90,9 +90,9 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
-    enqueue(stream, [this, data, numel, dtype, name = Named{&what(), tag()}] {
+    enqueue(stream, tag(), [this, data, numel, dtype](const Name& name) {
       if (composed_ != nullptr) {
-        composed_->all_reduce({*name.what, name.tag}, data, numel, dtype);
+        composed_->all_reduce(name, data, numel, dtype);
       } else {
         std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
         backend_->allreduce(tensors)->wait();
@@ -102,11 +102,11 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void host_all_gather(Stream& stream, const void* input, void* output,
                        std::size_t bytes) override {
-    enqueue(stream, [this, what = &what(), input, output, bytes] {
+    enqueue(stream, /*tag=*/0, [this, input, output, bytes](const Name& name) {
       if (composed_ != nullptr) {
-        composed_->all_gather({*what, /*tag=*/0}, input, output, bytes);
+        composed_->all_gather(name, input, output, bytes);
       } else {
-        exchange(*what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
+        exchange(name.what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
       }
     });
   }
@@ -132,22 +132,19 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
  private:
-  // The collective that is issued, as its announcement named it.
-  struct Named {
-    const std::string* what;
-    std::uint64_t tag;
-  };
+  using Name = ComposedCollectives::Name;
 
+  // Calls work(name), with the announced name of the collective.
   template <typename Work>
-  void enqueue(Stream& stream, Work work) {
+  void enqueue(Stream& stream, std::uint64_t tag, Work work) {
     if (published_ != nullptr) {
       published_->issuer.issue();
     }
-    static_cast<HostQueue&>(stream).enqueue([this, what = &what(), work] {
+    static_cast<HostQueue&>(stream).enqueue([this, what = &what(), tag, work] {
       FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
       const Published published(published_, *what);
       try {
-        work();
+        work(Name{*what, tag});
       } catch (const std::exception& error) {
         if (!aborted_) {
           abort(message_of(error, *what));

@@ -278,20 +278,10 @@ void register_lanes(py::module_& m) {
                throw_with_flight_record(error, lanes, nullptr);
              }
            })
-      .def(
-          "all_gather",
-          [](Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
-            const py::gil_scoped_release no_gil;
-            run_all_gather(lanes, input, output);
-          },
-          py::arg("input"), py::arg("output"))
-      .def(
-          "reduce_scatter",
-          [](Lanes& lanes, const at::Tensor& input, at::Tensor& output) {
-            const py::gil_scoped_release no_gil;
-            run_reduce_scatter(lanes, input, output);
-          },
-          py::arg("input"), py::arg("output"))
+      .def("all_gather", &run_all_gather, py::call_guard<py::gil_scoped_release>(),
+           py::arg("input"), py::arg("output"))
+      .def("reduce_scatter", &run_reduce_scatter, py::call_guard<py::gil_scoped_release>(),
+           py::arg("input"), py::arg("output"))
       .def(
           "exchange_messages",
           [](Lanes& lanes, const std::string& mine) {

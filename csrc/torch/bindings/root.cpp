@@ -164,6 +164,24 @@ py::list all_gather(TorchRoot& root, const std::string& what, const std::string&
   return result;
 }
 
+// Calls a method while the calling thread uses the root. A method of the pipeline runs without the
+// GIL.
+template <typename... Arguments>
+auto as_owner(void (TorchRoot::*method)(Arguments...)) {
+  return [method](TorchRoot& root, Arguments... arguments) {
+    const UseOfRoot use(root);
+    (root.*method)(arguments...);
+  };
+}
+
+auto as_owner(void (Pipeline::*method)(int unit)) {
+  return [method](TorchRoot& root, int unit) {
+    const UseOfRoot use(root);
+    const py::gil_scoped_release no_gil;
+    (root.pipeline().*method)(unit);
+  };
+}
+
 }  // namespace
 
 void register_root(py::module_& m) {
@@ -187,45 +205,19 @@ void register_root(py::module_& m) {
            py::arg("keeps_gather_inputs"), py::arg("when_stale"), py::arg("checks"))
       .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &phase)
-      .def("reset_iteration",
-           [](TorchRoot& root) {
-             const UseOfRoot use(root);
-             root.reset_iteration();
-           })
-      .def("recover",
-           [](TorchRoot& root) {
-             const UseOfRoot use(root);
-             root.recover();
-           })
-      .def("reduce_accumulated",
-           [](TorchRoot& root) {
-             const UseOfRoot use(root);
-             root.reduce_accumulated();
-           })
+      .def("reset_iteration", as_owner(&TorchRoot::reset_iteration))
+      .def("recover", as_owner(&TorchRoot::recover))
+      .def("reduce_accumulated", as_owner(&TorchRoot::reduce_accumulated))
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
-      .def("unshard",
-           [](TorchRoot& root, int unit) {
-             const UseOfRoot use(root);
-             root.unshard(unit);
-           })
+      .def("unshard", as_owner(&TorchRoot::unshard))
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
-      .def("wait_for_unshard",
-           [](TorchRoot& root, int unit) {
-             const UseOfRoot use(root);
-             const py::gil_scoped_release no_gil;
-             root.pipeline().wait_for_unshard(unit);
-           })
-      .def("reshard",
-           [](TorchRoot& root, int unit) {
-             const UseOfRoot use(root);
-             const py::gil_scoped_release no_gil;
-             root.pipeline().reshard(unit);
-           })
+      .def("wait_for_unshard", as_owner(&Pipeline::wait_for_unshard))
+      .def("reshard", as_owner(&Pipeline::reshard))
       .def("invalidate",
            [](TorchRoot& root, int unit) {
              const UseOfRoot use(root);

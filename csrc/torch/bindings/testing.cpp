@@ -173,13 +173,7 @@ void extend_lanes(py::module_& m) {
                                return lanes.gather.registered_buffers() +
                                       lanes.reduce.registered_buffers();
                              })
-      .def(
-          "all_reduce",
-          [](Lanes& lanes, at::Tensor& data) {
-            const py::gil_scoped_release no_gil;
-            run_all_reduce(lanes, data);
-          },
-          py::arg("data"))
+      .def("all_reduce", &run_all_reduce, py::call_guard<py::gil_scoped_release>(), py::arg("data"))
       .def("stream_handle", [](Lanes& lanes, const std::string& name) {
         return reinterpret_cast<std::uintptr_t>(lane_named(lanes, name).stream().native_handle());
       });
