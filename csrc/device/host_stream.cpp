@@ -120,7 +120,7 @@ class HostDevice final : public Device {
 
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
     if (streams_ == HostStreams::Inline) {
-      return std::make_unique<InlineStream>(name, timeout_);
+      return std::make_unique<InlineStream>(timeout_, name, InlineStream::Errors::Kept);
     }
     return std::make_unique<HostStream>(name, timeout_);
   }
@@ -166,7 +166,7 @@ class HostDevice final : public Device {
  private:
   std::chrono::milliseconds timeout_;
   HostStreams streams_;
-  HostComputeStream compute_;
+  InlineStream compute_;
 };
 
 }  // namespace
@@ -235,32 +235,6 @@ void HostEvent::synchronize(std::chrono::milliseconds timeout, const std::string
   }
 }
 
-// - HostComputeStream
-
-void HostComputeStream::record(Event& event) { as_host(event).set_newest(nullptr); }
-
-void HostComputeStream::stamp(Stamp& at) { stamp_now(at); }
-
-bool HostComputeStream::wait(Event& event, const std::string& what) {
-  const std::shared_ptr<Completion> completion = as_host(event).pending();
-  if (completion == nullptr) {
-    return false;
-  }
-  completion->wait(timeout_, what, Completion::Waiter::Host);
-  return true;
-}
-
-bool HostComputeStream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
-                                      const std::string& what) {
-  const std::shared_ptr<Completion> completion = as_host(event).pending();
-  if (completion == nullptr) {
-    return false;
-  }
-  moments.mark(number, *this);
-  completion->wait(timeout_, what, Completion::Waiter::Host);
-  return true;
-}
-
 // - InlineStream
 
 template <typename Work>
@@ -271,6 +245,9 @@ void InlineStream::run(const Work& work) {
   try {
     work();
   } catch (...) {
+    if (errors_ == Errors::Thrown) {
+      throw;
+    }
     error_ = std::current_exception();
   }
 }
@@ -295,6 +272,15 @@ bool InlineStream::wait(Event& event, const std::string& what) {
   }
   run([&] { completion->wait(timeout_, what, Completion::Waiter::Host); });
   return true;
+}
+
+bool InlineStream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
+                                 const std::string& what) {
+  if (as_host(event).pending() == nullptr) {
+    return false;
+  }
+  moments.mark(number, *this);
+  return wait(event, what);
 }
 
 void InlineStream::synchronize() {

@@ -92,35 +92,23 @@ class HostQueue : public Stream {
   virtual void publish_waits(BlockedThread& /*blocked*/) {}
 };
 
-// The calling thread: work runs at once, and a wait blocks.
-class HostComputeStream final : public HostQueue {
+// The calling thread: work runs at once, and a wait blocks. It is not for several threads at a
+// time.
+class InlineStream final : public HostQueue {
  public:
-  explicit HostComputeStream(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+  // What happens to an error: the caller gets it thrown, as on the compute stream, or the stream
+  // has failed, as a worker's has (Note [errors on streams]).
+  enum class Errors : bool { Thrown, Kept };
+
+  explicit InlineStream(std::chrono::milliseconds timeout, std::string name = "compute",
+                        Errors errors = Errors::Thrown)
+      : timeout_(timeout), name_(std::move(name)), errors_(errors) {}
 
   const std::string& name() const override { return name_; }
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;
   bool mark_and_wait(Moments& moments, std::size_t number, Event& event,
                      const std::string& what) override;
-  void synchronize() override {}
-  void enqueue(std::function<void()> work) override { work(); }
-  void stamp(Stamp& at) override;
-
- private:
-  std::string name_ = "compute";
-  std::chrono::milliseconds timeout_;
-};
-
-// The calling thread in place of a worker: work runs at once, and if it throws, the stream has
-// failed as a worker's has (Note [errors on streams]). It is not for several threads at a time.
-class InlineStream final : public HostQueue {
- public:
-  InlineStream(std::string name, std::chrono::milliseconds timeout)
-      : name_(std::move(name)), timeout_(timeout) {}
-
-  const std::string& name() const override { return name_; }
-  void record(Event& event) override;
-  bool wait(Event& event, const std::string& what) override;
   void synchronize() override;
   void enqueue(std::function<void()> work) override;
   void stamp(Stamp& at) override;
@@ -129,8 +117,9 @@ class InlineStream final : public HostQueue {
   template <typename Work>
   void run(const Work& work);
 
-  std::string name_;
   std::chrono::milliseconds timeout_;
+  std::string name_;
+  Errors errors_;
   std::exception_ptr error_;
 };
 

@@ -51,7 +51,7 @@ TEST(Forks, WorkThatTheParentHasIssuedIsNotAwaitedInAChild) {
   std::promise<void> go;
   stream.enqueue([&] { go.get_future().wait(); });
   stream.record(event);
-  HostComputeStream compute(kLong);
+  InlineStream compute(kLong);
   EXPECT_TRUE(
       in_child([&] { return contains(message_of([&] { compute.wait(event, kWork); }), kForked); }));
   go.set_value();

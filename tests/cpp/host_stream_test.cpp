@@ -59,7 +59,7 @@ class HostStreams : public ::testing::Test {
   Gate gate_;
   Gate second_gate_;
   HostEvent event_;
-  HostComputeStream compute_{kLong};
+  InlineStream compute_{kLong};
   std::unique_ptr<HostStream> a_ = make_stream("a");
   std::unique_ptr<HostStream> b_ = make_stream("b");
 
@@ -349,7 +349,7 @@ TEST_F(HostStreams, AWorkerThatTimesOutFailsItsStream) {
 }
 
 TEST_F(HostStreams, TheComputeStreamTimesOut) {
-  HostComputeStream impatient(kShort);
+  InlineStream impatient(kShort);
   a_->enqueue(gate_.work());
   a_->record(event_);
   const std::string message = message_of<TimeoutError>([&] { impatient.wait(event_, kWork); });
@@ -440,7 +440,7 @@ TEST_F(HostStreams, ManyThreadsIssueToOneStreamAndWaitForTheirOwnWork) {
   std::vector<std::thread> threads;
   for (int thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([&, thread] {
-      HostComputeStream compute(kLong);
+      InlineStream compute(kLong);
       HostEvent done;
       int mine = 0;
       for (int round = 1; round <= kRounds; ++round) {

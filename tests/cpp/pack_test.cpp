@@ -307,7 +307,7 @@ class PackerTest : public ::testing::Test {
     return destination;
   }
 
-  HostComputeStream compute_{std::chrono::milliseconds(60000)};
+  InlineStream compute_{std::chrono::milliseconds(60000)};
   std::unique_ptr<Packer> packer_;
 };
 
@@ -693,7 +693,7 @@ TEST_P(HostLoops, GiveTheBitsOfTheBaseline) {
 }
 
 TEST(HostPacker, BypassesCachesForLargeRunsOfLargeOutputs) {
-  HostComputeStream compute(std::chrono::milliseconds(60000));
+  InlineStream compute(std::chrono::milliseconds(60000));
   const auto packer = make_host_packer();
   const auto numel = static_cast<std::int64_t>(kLargeOutput / 2 + 77);
   std::vector<float> source(static_cast<std::size_t>(numel));

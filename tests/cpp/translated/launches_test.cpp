@@ -33,7 +33,7 @@ OneByOne one_by_one(int entries, const void* source, DType dtype) {
 }
 
 std::size_t launches_of_pack(int entries) {
-  HostComputeStream compute(std::chrono::milliseconds(60000));
+  InlineStream compute(std::chrono::milliseconds(60000));
   const auto packer = test::make_kernels_under_test();
   std::vector<float> source(static_cast<std::size_t>(entries));
   std::iota(source.begin(), source.end(), 1.0F);
@@ -62,7 +62,7 @@ TEST(Launches, TakeFewEntriesWithAnOlderDriver) {
 
 // The GPU has two multiprocessors here, and each runs one block at once.
 TEST(Launches, OccupyNoMoreMultiprocessorsThanPackingMay) {
-  HostComputeStream compute(std::chrono::milliseconds(60000));
+  InlineStream compute(std::chrono::milliseconds(60000));
   const auto device = make_host_device(std::chrono::milliseconds(60000));
   const test::LaunchesOn here(compute);
   constexpr std::int64_t kBytes = 1 << 20;
@@ -81,7 +81,7 @@ TEST(Launches, OccupyNoMoreMultiprocessorsThanPackingMay) {
 
 // 4 x 4 dtypes, for few and for many entries; bytes are cast but not packed.
 TEST(Launches, EveryKernelOfThePackerIsLaunched) {
-  HostComputeStream compute(std::chrono::milliseconds(60000));
+  InlineStream compute(std::chrono::milliseconds(60000));
   const auto packer = test::make_kernels_under_test();
   constexpr int kMany = 481;
   const std::vector<double> zeros(kMany);

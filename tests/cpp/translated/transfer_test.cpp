@@ -32,7 +32,7 @@ class Transfer : public ::testing::Test {
     return made;
   }
 
-  HostComputeStream compute_{std::chrono::milliseconds(60000)};
+  InlineStream compute_{std::chrono::milliseconds(60000)};
   test::LaunchesOn here_{compute_};
 };
 
