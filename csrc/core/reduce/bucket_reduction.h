@@ -45,8 +45,6 @@ class BucketReduction {
   const AccumulatedGradients& accumulated() const { return accumulated_; }
   Event& packed() const { return *packed_; }    // complete when the gradients are packed
   Event& reduced() const { return *reduced_; }  // complete when they are reduced
-  // Whether all ranks reduce into windows: Note [shards and gradients in windows].
-  bool writes_into_window() const { return into_window_; }
 
   // In error messages.
   const std::string label;
@@ -68,8 +66,8 @@ class BucketReduction {
   std::vector<CastMode> finish_modes_;
   const std::unique_ptr<Event> packed_;
   const std::unique_ptr<Event> reduced_;
-  bool is_pending_ = false;  // the compute stream has not waited for `reduced_` yet
-  bool into_window_ = false;
+  bool is_pending_ = false;    // the compute stream has not waited for `reduced_` yet
+  bool into_window_ = false;   // on all ranks: Note [shards and gradients in windows]
   void* waited_on_ = nullptr;  // the native handle of the compute stream that has waited last
 };
 
