@@ -44,6 +44,13 @@ class PickleWriter {
   }
   void add(const char* text) { add(std::string(text)); }
 
+  // A key of a dict, and its value.
+  template <typename Value>
+  void add(const std::string& key, const Value& value) {
+    add(key);
+    add(value);
+  }
+
   // Ends the file. Call it once, after a single value.
   const std::string& finish() {
     bytes_ += '.';

@@ -62,21 +62,21 @@ class WallClock {
   std::chrono::duration<double> ahead_;  // of steady_clock
 };
 
-// The groups of the rows, numbered in order of their first one.
+// The groups of the collectives, numbered in order of their first one.
 class Groups {
  public:
-  explicit Groups(const std::vector<FlightRow>& rows) {
-    for (const FlightRow& row : rows) {
-      const FlightGroup* group = row.seen.flight.group.get();
+  explicit Groups(const std::vector<SeenFlight>& seen) {
+    for (const SeenFlight& each : seen) {
+      const FlightGroup* group = each.flight.group.get();
       const bool is_new = numbers_.emplace(group, groups_.size()).second;
       if (is_new) {
         groups_.push_back({group, 0, 0, 0});
       }
       Status& status = groups_[numbers_.at(group)];
-      const std::uint64_t sequence = row.seen.flight.sequence;
+      const std::uint64_t sequence = each.flight.sequence;
       status.enqueued = sequence;
-      status.started = row.seen.state != FlightState::Scheduled ? sequence : status.started;
-      status.completed = row.seen.state == FlightState::Completed ? sequence : status.completed;
+      status.started = each.state != FlightState::Scheduled ? sequence : status.started;
+      status.completed = each.state == FlightState::Completed ? sequence : status.completed;
     }
   }
 
@@ -93,12 +93,9 @@ class Groups {
       }
       file.add(status.group->name);
       file.begin_dict();
-      file.add("name");
-      file.add(status.group->name);
-      file.add("desc");
-      file.add(status.group->description);
-      file.add("ranks");
-      file.add("[" + ranks + "]");
+      file.add("name", status.group->name);
+      file.add("desc", status.group->description);
+      file.add("ranks", "[" + ranks + "]");
       file.end_dict();
     }
     file.end_dict();
@@ -106,8 +103,7 @@ class Groups {
 
   void write_status(PickleWriter& file) const {
     const auto add = [&file](const char* key, std::uint64_t sequence) {
-      file.add(key);
-      file.add(sequence > 0 ? static_cast<std::int64_t>(sequence) : std::int64_t{-1});
+      file.add(key, sequence > 0 ? static_cast<std::int64_t>(sequence) : std::int64_t{-1});
     };
     file.begin_dict();
     for (const Status& status : groups_) {
@@ -171,14 +167,11 @@ void add_frames(PickleWriter& file, const Flight& flight) {
   file.add("frames");
   file.begin_list();
   file.begin_dict();
-  file.add("name");
-  file.add(std::string(flight.label) + (flight.plan.phase == Phase::Other
-                                            ? ""
-                                            : std::string(" in ") + name(flight.plan.phase)));
-  file.add("filename");
-  file.add("fsdp_ext");
-  file.add("line");
-  file.add(static_cast<std::int64_t>(flight.sequence));
+  const std::string in =
+      flight.plan.phase == Phase::Other ? "" : std::string(" in ") + name(flight.plan.phase);
+  file.add("name", flight.label + in);
+  file.add("filename", "fsdp_ext");
+  file.add("line", static_cast<std::int64_t>(flight.sequence));
   file.end_dict();
   file.end_list();
 }
@@ -186,50 +179,45 @@ void add_frames(PickleWriter& file, const Flight& flight) {
 // A moment of a GPU has no time on the host's clock. The time of this call replaces it.
 void add_time(PickleWriter& file, const char* key, bool is_reached, std::int64_t ticks,
               const WallClock& clock) {
-  file.add(key);
   if (is_reached) {
-    file.add(clock.at(ticks != 0 ? ticks : host_clock::now()));
+    file.add(key, clock.at(ticks != 0 ? ticks : host_clock::now()));
   } else {
+    file.add(key);
     file.add_none();
   }
 }
 
-void add_entry(PickleWriter& file, const FlightRow& row, std::int64_t id, const Groups& groups,
+void add_entry(PickleWriter& file, const SeenFlight& seen, std::int64_t id, const Groups& groups,
                const WallClock& clock) {
-  const SeenFlight& seen = row.seen;
   const Flight& flight = seen.flight;
-  const auto add = [&file](const char* key, auto value) {
-    file.add(key);
-    file.add(value);
-  };
   const auto sequence = static_cast<std::int64_t>(flight.sequence);
   const bool is_completed = seen.state == FlightState::Completed;
   file.begin_dict();
   add_frames(file, flight);
-  add("record_id", id);
-  add("pg_id", groups.number(flight.group.get()));
+  file.add("record_id", id);
+  file.add("pg_id", groups.number(flight.group.get()));
   file.add("process_group");
   file.add(flight.group->name);
   file.add(flight.group->description);
   file.pair_last_two();
-  add("collective_seq_id", sequence);
-  add("p2p_seq_id", std::int64_t{0});
-  add("op_id", sequence);
-  add("profiling_name", flight.group->backend + ":" + torch_name(flight.plan.op));
-  add("time_created_ns", clock.at(flight.issued));
+  file.add("collective_seq_id", sequence);
+  file.add("p2p_seq_id", std::int64_t{0});
+  file.add("op_id", sequence);
+  file.add("profiling_name", flight.group->backend + ":" + torch_name(flight.plan.op));
+  file.add("time_created_ns", clock.at(flight.issued));
   if (seen.seconds.has_value()) {
-    add("duration_ms", *seen.seconds * 1e3);
+    file.add("duration_ms", *seen.seconds * 1e3);
   }
   const auto [input, output] = numels_of(flight);
   add_tensor(file, "input", input, flight.plan.dtype);
   add_tensor(file, "output", output, flight.plan.dtype);
-  add("state", name_of(seen.state));
+  file.add("state", name_of(seen.state));
   add_time(file, "time_discovered_started_ns", seen.state != FlightState::Scheduled, seen.started,
            clock);
   add_time(file, "time_discovered_completed_ns", is_completed, seen.completed, clock);
-  add("retired", is_completed);
-  add("timeout_ms", static_cast<std::int64_t>(row.timeout.count()));
-  add("is_p2p", false);
+  file.add("retired", is_completed);
+  file.add("timeout_ms", static_cast<std::int64_t>(seen.timeout.count()));
+  file.add("is_p2p", false);
   file.end_dict();
 }
 
@@ -237,13 +225,12 @@ void add_entry(PickleWriter& file, const FlightRow& row, std::int64_t id, const 
 
 // PyTorch's tools drop entries of a smaller id than the first one of another rank. So the ids count
 // what is no longer kept, too.
-std::string flight_file(const std::vector<FlightRow>& rows, std::uint64_t forgotten) {
+std::string flight_file(const std::vector<SeenFlight>& seen, std::uint64_t forgotten) {
   PickleWriter file;
-  const Groups groups(rows);
+  const Groups groups(seen);
   const WallClock clock;
   file.begin_dict();
-  file.add("version");
-  file.add(kVersion);
+  file.add("version", kVersion);
   file.add("pg_config");
   groups.write_config(file);
   file.add("pg_status");
@@ -251,8 +238,8 @@ std::string flight_file(const std::vector<FlightRow>& rows, std::uint64_t forgot
   file.add("entries");
   file.begin_list();
   auto id = static_cast<std::int64_t>(forgotten);
-  for (const FlightRow& row : rows) {
-    add_entry(file, row, id++, groups, clock);
+  for (const SeenFlight& each : seen) {
+    add_entry(file, each, id++, groups, clock);
   }
   file.end_list();
   file.end_dict();

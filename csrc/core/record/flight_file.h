@@ -1,7 +1,6 @@
 // The format of PyTorch's Flight Recorder, which its tools read: a dict in Python's pickle format.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,12 +9,7 @@
 
 namespace fsdp {
 
-struct FlightRow {
-  SeenFlight seen;
-  std::chrono::milliseconds timeout{};  // of its lane
-};
-
-// `rows` are in order of issue. `forgotten` is how many came before and are no longer kept.
-std::string flight_file(const std::vector<FlightRow>& rows, std::uint64_t forgotten);
+// `seen` are in order of issue. `forgotten` is how many came before and are no longer kept.
+std::string flight_file(const std::vector<SeenFlight>& seen, std::uint64_t forgotten);
 
 }  // namespace fsdp

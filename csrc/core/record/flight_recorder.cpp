@@ -97,7 +97,7 @@ void FlightRecorder::turn(bool on) {
 
 bool FlightRecorder::write(const std::string& path) const {
   const std::lock_guard<std::mutex> lock(writing_);
-  std::vector<FlightRow> rows;
+  std::vector<SeenFlight> all;
   std::uint64_t forgotten = 0;
   std::size_t unread = 0;
   const auto alive = tapes();
@@ -108,17 +108,15 @@ bool FlightRecorder::write(const std::string& path) const {
       continue;
     }
     forgotten += seen->empty() ? 0 : seen->front().flight.number - 1;
-    for (const SeenFlight& flight : *seen) {
-      rows.push_back({flight, tape->timeout()});
-    }
+    all.insert(all.end(), seen->begin(), seen->end());
   }
   FSDP_CHECK(unread == 0 || unread < alive.size(), "rank ", rank_,
              " could not read its flight record, because another thread has been blocked in a call "
              "to the device for 1 s. Look at the records of the other ranks.");
-  std::stable_sort(rows.begin(), rows.end(), [](const FlightRow& a, const FlightRow& b) {
-    return a.seen.flight.issued < b.seen.flight.issued;
+  std::stable_sort(all.begin(), all.end(), [](const SeenFlight& a, const SeenFlight& b) {
+    return a.flight.issued < b.flight.issued;
   });
-  replace_file(path, flight_file(rows, forgotten));
+  replace_file(path, flight_file(all, forgotten));
   return unread > 0;
 }
 

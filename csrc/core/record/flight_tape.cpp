@@ -49,6 +49,7 @@ SeenFlight FlightTape::see(const Flight& flight) const {
   const std::size_t start = first_moment(flight.number);
   SeenFlight seen;
   seen.flight = flight;
+  seen.timeout = timeout_;
   if (!moments_->is_reached(start)) {
     return seen;
   }

@@ -59,6 +59,7 @@ struct SeenFlight {
   std::int64_t started = 0;       // ticks; 0: the hardware has another clock, or it has not started
   std::int64_t completed = 0;     // the same
   std::optional<double> seconds;  // between the two
+  std::chrono::milliseconds timeout{};  // of its lane
 };
 
 class FlightTape {
@@ -76,7 +77,6 @@ class FlightTape {
   // Turns recording on or off: FlightRecorder::turn.
   void turn(bool on) { is_on_ = on; }
 
-  std::chrono::milliseconds timeout() const { return timeout_; }
   // Call it once on a new thread that is going to look.
   void enter_thread() const { device_.allow_event_queries_during_capture(); }
   // Returns the entries that are kept, the oldest first. Any thread may call this. Another thread
