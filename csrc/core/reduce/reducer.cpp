@@ -337,8 +337,8 @@ void* Reducer::sum(const Reduction& reduction, std::size_t number, void* input) 
   streams_.order_after(streams_.messages(), reduction.before, bucket.reduction.label);
   switch (reduction.route) {
     case Route::Local:
-      communicate_by_hook(reduction, streams_.messages(), nullptr, input,
-                          static_cast<std::size_t>(bucket.layout.grad_numel()));
+      send_by_hook(reduction, streams_.messages(), nullptr, input,
+                   static_cast<std::size_t>(bucket.layout.grad_numel()));
       return input;
     case Route::Scatter:
     case Route::ScatterAndSum:
@@ -370,8 +370,7 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
   const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
   void* const output = output_of(reduction, number);
-  if (!communicate_by_hook(reduction, streams_.messages(), input, output, numel) &&
-      !scatter_by_hook(reduction, input, output, numel)) {
+  if (!send_by_hook(reduction, streams_.messages(), input, output, numel)) {
     bucket.reduction.communicator_.reduce_scatter(streams_.messages(), input, output, numel, dtype);
   }
 }
@@ -393,7 +392,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
                     {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
   void* const output = output_of(reduction, number);
-  if (!communicate_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
+  if (!send_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
     lane.communicator().all_reduce(lane.stream(), output, numel, dtype);
   }
 }

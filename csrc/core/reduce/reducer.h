@@ -194,9 +194,8 @@ class Reducer {
   // Returns where the piece's sum is.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
-  bool scatter_by_hook(const Reduction& reduction, void* input, void* output, std::size_t numel);
-  bool communicate_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
-                           std::size_t numel);
+  bool send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
+                    std::size_t numel);
   static void reset_hooks(const Bucket& bucket);
   static void check_hooks(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void send(const Reduction& reduction, std::size_t number, void* input);

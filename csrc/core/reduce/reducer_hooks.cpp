@@ -19,10 +19,13 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
   }
 }
 
-// See Note [communication hooks].
-bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, void* input,
-                                  void* output, std::size_t numel) {
-  UserCollective* const hook = reduction.units.front()->communication_hook.get();
+// Has a hook send the message in place of the transport, if the unit has one: Note [communication
+// hooks], and for a reduce-scatter, which has an input, Note [custom collectives].
+bool Reducer::send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
+                           std::size_t numel) {
+  const Unit& unit = *reduction.units.front();
+  const bool scatters = input != nullptr && unit.communication_hook == nullptr;
+  UserCollective* const hook = scatters ? unit.scatter_hook.get() : unit.communication_hook.get();
   if (hook == nullptr) {
     return false;
   }
@@ -30,19 +33,6 @@ bool Reducer::communicate_by_hook(const Reduction& reduction, Stream& stream, vo
   const std::size_t input_numel =
       input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
   hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
-  return true;
-}
-
-// See Note [custom collectives].
-bool Reducer::scatter_by_hook(const Reduction& reduction, void* input, void* output,
-                              std::size_t numel) {
-  UserCollective* const hook = reduction.units.front()->scatter_hook.get();
-  if (hook == nullptr) {
-    return false;
-  }
-  const UnitLayout& layout = reduction.bucket.layout;
-  hook->issue(streams_.messages(), {output, numel, layout.reduce_dtype(), input,
-                                    numel * static_cast<std::size_t>(layout.world_size())});
   return true;
 }
 
