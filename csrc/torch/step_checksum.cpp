@@ -81,4 +81,13 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors) {
   return hash;
 }
 
+void StepChecks::compare(const std::vector<StepChecksum::Numbers>& units) const {
+  with_python([&] {
+    const pybind11::object compare = compare_();
+    if (!compare.is_none()) {
+      compare(step_, units);
+    }
+  });
+}
+
 }  // namespace fsdp

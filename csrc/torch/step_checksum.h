@@ -1,4 +1,4 @@
-// The hashes that a checked step computes for one unit.
+// Checked steps: which steps of a root are checked, and the hashes that one computes for a unit.
 //
 // Note [checked steps]
 // With fully_shard(check_every=k), the schedule looks at every k-th step. A step begins with a
@@ -14,10 +14,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "torch/with_python.h"
 
 namespace fsdp {
 
@@ -40,6 +44,30 @@ struct StepChecksum {
   at::Tensor backward;
   at::Tensor shard;  // a hash, when the step began
   std::uint64_t shard_version = 0;
+};
+
+// Counts the steps of a root and says which of them are checked.
+// A TorchRoot that replaces another one of the model takes over its checks, so steps count on.
+class StepChecks {
+ public:
+  // `compare` is a weak reference to a method that takes the number of a step and the numbers of
+  // each unit. It compares them with those of other ranks.
+  StepChecks(std::int64_t every, pybind11::object compare)
+      : every_(every), compare_(std::move(compare)) {}
+
+  StepChecks(const StepChecks&) = delete;
+  StepChecks& operator=(const StepChecks&) = delete;
+
+  // Returns whether the step that begins now is checked. The first step has the number 1.
+  bool begin_step() { return ++step_ % every_ == 0; }
+  std::int64_t step() const { return step_; }
+
+  void compare(const std::vector<StepChecksum::Numbers>& units) const;
+
+ private:
+  std::int64_t every_;
+  std::int64_t step_ = 0;
+  HeldObject compare_;
 };
 
 }  // namespace fsdp

@@ -12,7 +12,7 @@
 #include "core/schedule/pipeline.h"
 #include "torch/autograd_hooks.h"
 #include "torch/root_owner.h"
-#include "torch/step_checks.h"
+#include "torch/step_checksum.h"
 #include "torch/torch_unit.h"
 #include "torch/with_python.h"
 
