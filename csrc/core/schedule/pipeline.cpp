@@ -1,6 +1,5 @@
 #include "core/schedule/pipeline.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -24,20 +23,6 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       exchange_(lanes, replicas, options_.has_peers) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
-}
-
-int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
-  const auto number = static_cast<int>(units_.size());
-  const int world_size = lanes_.of_mesh(config.mesh).gather.communicator().size();
-  FSDP_CHECK(config.layout.world_size() == world_size, "Unit '", config.name, "' has a layout for ",
-             config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
-  FSDP_CHECK(config.parent < number, "Unit '", config.name,
-             "' was added before the unit that encloses it. Add the enclosing unit first.");
-  units_.push_back(std::make_unique<Unit>(number, std::move(config), port));
-  expect_unused(*units_.back());
-  bucket_set_.invalidate_partition();
-  bucket_set_.invalidate_memory();
-  return number;
 }
 
 // - Forward

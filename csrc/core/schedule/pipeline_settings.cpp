@@ -1,10 +1,25 @@
-// The pipeline's settings, which are effective from the next use on.
+// The pipeline's units and their settings, which are effective from the next use on.
+#include <memory>
 #include <utility>
 
 #include "base/check.h"
 #include "core/schedule/pipeline.h"
 
 namespace fsdp {
+
+int Pipeline::add_unit(UnitConfig config, UnitPort& port) {
+  const auto number = static_cast<int>(units_.size());
+  const int world_size = lanes_.of_mesh(config.mesh).gather.communicator().size();
+  FSDP_CHECK(config.layout.world_size() == world_size, "Unit '", config.name, "' has a layout for ",
+             config.layout.world_size(), " ranks. It needs one for ", world_size, ".");
+  FSDP_CHECK(config.parent < number, "Unit '", config.name,
+             "' was added before the unit that encloses it. Add the enclosing unit first.");
+  units_.push_back(std::make_unique<Unit>(number, std::move(config), port));
+  expect_unused(*units_.back());
+  bucket_set_.invalidate_partition();
+  bucket_set_.invalidate_memory();
+  return number;
+}
 
 void Pipeline::apply(int number, UnitSettings settings) {
   Unit& unit = this->unit(number);
