@@ -174,7 +174,7 @@ NOT_SEEN = {
     "core/gather/gatherer.cpp acquire_slot: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
     ),
-    "core/gather/gatherer.cpp forget: streams_.follow_compute();": (
+    "core/gather/gatherer.cpp invalidate: streams_.follow_compute();": (
         "the next iteration begins with the same wait; only a gather within the iteration needs it"
     ),
     "core/gather/gatherer.cpp join_capture: "
