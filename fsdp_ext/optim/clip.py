@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext.optim.collectives import explaining_errors
 from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
@@ -215,7 +216,8 @@ def _total_norm(
     for ranks, own in grads.items():
         part = _local_part(own, norm_type, dtype).to(ranks.device_type)
         for group in ranks.groups:
-            _all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+            with explaining_errors("reduce the norm in clip_grad_norm_", group):
+                dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
         parts.append(part)
     if not parts:
         return torch.zeros((), dtype=dtype)
@@ -235,15 +237,3 @@ def _local_part(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype)
     together = torch.cat([each.to(norms[0].device) for each in norms])
     norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
     return norm if norm_type == math.inf else norm.pow(norm_type)
-
-
-def _all_reduce(part: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """Reduce a part of the norm, without a roll call, because each step calls this."""
-    try:
-        dist.all_reduce(part, op, group=group)
-    except RuntimeError as error:  # on the host; over NCCL, torch's watchdog ends the process
-        raise RuntimeError(
-            f"rank {dist.get_rank()} could not reduce the norm in clip_grad_norm_. All of the "
-            f"ranks {dist.get_process_group_ranks(group)} have to call it in the same step. The "
-            f"backend says: {error}"
-        ) from error

@@ -1,10 +1,11 @@
-"""PyTorch's optimizers, stepping flat memory."""
+"""PyTorch's optimizers, stepping shards."""
 
 from __future__ import annotations
 
 import torch
 
 from fsdp_ext.optim.flat_step import FlatStep
+from fsdp_ext.optim.muon import MuonStep
 
 
 class AdamW(FlatStep, torch.optim.AdamW):
@@ -17,3 +18,10 @@ class Adam(FlatStep, torch.optim.Adam):
 
 class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter."""
+
+
+class Muon(MuonStep):
+    """``torch.optim.Muon`` that orthogonalises a sharded matrix on one rank, and not on each.
+
+    All ranks that shard a matrix have to step it together.
+    """

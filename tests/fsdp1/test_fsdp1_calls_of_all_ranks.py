@@ -137,7 +137,7 @@ def clipped_by_rank_0() -> None:
             wrapped.clip_grad_norm_(1.0)
         assert str(caught.value).startswith(
             "rank 0 could not reduce the norm in clip_grad_norm_. All of the ranks [0, 1] have to "
-            "call it in the same step. The backend says: "
+            "do this in the same step, for the same parameters. The backend says: "
         )
 
 

@@ -35,7 +35,7 @@ NAMES = {
     "predict",
     "scaling",
 }
-NAMES |= {"optimizer", "step", "tune"}
+NAMES |= {"muon", "optimizer", "step", "tune"}
 
 
 def _bench(
