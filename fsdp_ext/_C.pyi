@@ -77,6 +77,9 @@ class UserCollective:
     ) -> None: ...
 
 # See csrc/core/units/unit_settings.h.
+class UnitUpdate:
+    def __init__(self, weak_function: Callable[[], Callable[[int], None] | None]) -> None: ...
+
 class UnitSettings:
     reshard_after_forward: bool
     reshard_group: int
@@ -97,6 +100,7 @@ class UnitSettings:
     communication_hook: UserCollective | None
     gather_hook: UserCollective | None
     scatter_hook: UserCollective | None
+    update: UnitUpdate | None
 
 class UnitConfig:
     def __init__(

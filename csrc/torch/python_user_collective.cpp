@@ -82,7 +82,30 @@ class PythonUserCollective final : public UserCollective,
   std::exception_ptr error_;  // written on the stream
 };
 
+class PythonUnitUpdate final : public UnitUpdate {
+ public:
+  explicit PythonUnitUpdate(py::object weak_function) : weak_function_(std::move(weak_function)) {}
+
+  void run(Stream* stream) override {
+    void* const handle = stream == nullptr ? nullptr : stream->native_handle();
+    with_python([&] {
+      const py::object function = weak_function_();
+      if (!function.is_none()) {
+        const at::NoGradGuard no_gradients;
+        function(reinterpret_cast<std::uintptr_t>(handle));
+      }
+    });
+  }
+
+ private:
+  HeldObject weak_function_;
+};
+
 }  // namespace
+
+std::shared_ptr<UnitUpdate> make_python_unit_update(py::object weak_function) {
+  return std::make_shared<PythonUnitUpdate>(std::move(weak_function));
+}
 
 std::shared_ptr<UserCollective> make_python_reduce_hook(py::object weak_function,
                                                         at::Device device) {

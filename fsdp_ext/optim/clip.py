@@ -92,6 +92,11 @@ def _number(name: str, value: Any) -> float:
 def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scale the gradients of ``params`` down. See :func:`clip_grad_norm_`."""
     found = _gradients_of(params)
+    if any(unit.settings.update is not None for unit in found.units):
+        raise RuntimeError(
+            "clip_grad_norm_ got parameters that an attached optimizer steps in backward, so their "
+            "gradients are gone. To clip, call step() after backward instead of attaching it."
+        )
     grads = found.by_ranks()
     total = _total_norm(grads, limits.norm_type, found.dtype)
     if error_if_nonfinite and not total.isfinite():
@@ -160,6 +165,11 @@ class _Gradients:
         # Also from the parameters, so that all ranks reduce one dtype.
         self.dtype = _promoted([torch.float32, *{param.dtype for param in params}])
         self.watches = [weakref.ref(unit, _forget) for unit in self._runs.units]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the parameters that are alive."""
+        return self._runs.units
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the runs are still those of ``params``."""

@@ -15,17 +15,20 @@ next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_ext.optim.attached import params_of, units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
+from fsdp_ext.sharding.api.setting_changes import change
 
 
 class FlatStep(Optimizer):
@@ -70,7 +73,47 @@ class FlatStep(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self._find_groups()
+        # Copies and unpickled optimizers have PyTorch's attributes only.
+        rest: _Part = vars(self).setdefault("_rest", _Part(watches_all=True))
+        attached: set[Any] = vars(self).get("_attached", set())
+        rest.params = [group["params"] for group in self.param_groups]
+        if attached:
+            rest.params = [[each for each in own if each not in attached] for own in rest.params]
+        self._step(rest)
+        return loss
+
+    def attach(self, model: nn.Module) -> None:
+        """Let each backward step the units of ``model`` as soon as their gradients are reduced.
+
+        The gradients are used up in backward: ``.grad`` is None after it, and on GPUs at most two
+        buckets have gradients at a time. Each backward with gradient sync is a step. Go on calling
+        ``step()`` after it: hooks and schedulers need it, and it steps all other parameters.
+
+        Args:
+            model: has units with parameters of this optimizer.
+
+        Raises:
+            RuntimeError: if an optimizer is attached to one of the units.
+            ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
+                has flat parameters or tensor extensions.
+        """
+        params = [group["params"] for group in self.param_groups]
+        attached: set[Any] = vars(self).setdefault("_attached", set())
+        for unit in units_to_attach(model, params):
+            own = params_of(unit)
+            part = _Part([[each for each in of_group if each in own] for of_group in params])
+            change([unit], update=partial(self._step_in_backward, part))
+            attached |= own
+
+    def _step_in_backward(self, part: _Part) -> None:
+        self._step(part)
+        for of_group in part.params:
+            for param in of_group:
+                param.grad = None
+
+    def _step(self, part: _Part) -> None:
+        """Step some of the parameters, by PyTorch's code."""
+        groups = part.find_groups(self.state)
         states, params = self.state, [group["params"] for group in self.param_groups]
         try:
             self.state = defaultdict(dict)
@@ -87,24 +130,45 @@ class FlatStep(Optimizer):
             for group, before, found in zip(self.param_groups, params, groups, strict=True):
                 group["params"] = before
                 found.end_step(states)
-            self._dicts_of_states = [*states, *states.values()]
-        return loss
+            part.note(states)
 
-    def _find_groups(self) -> list[_Group]:
-        # Copies and unpickled optimizers have PyTorch's attributes only.
-        before: list[_Group | None] = [*getattr(self, "_flat_groups", ())]
-        before += [None] * (len(self.param_groups) - len(before))
-        # Looking up each parameter would call the hash function of tensors, which is Python's.
-        dicts = [*self.state, *self.state.values()]
-        noted = getattr(self, "_dicts_of_states", ())
-        states = None if len(dicts) == len(noted) and all_same(dicts, noted) else self.state
-        self._flat_groups = [
+
+class _Part:
+    """Parameters that step together, with what was found in their last step.
+
+    Args:
+        params: the parameters of each group.
+        watches_all: whether to compare all states of the optimizer with those of the last step.
+            That is faster for most of the parameters than looking up the states of each.
+    """
+
+    def __init__(self, params: Sequence[list[Any]] = (), *, watches_all: bool = False) -> None:
+        self.params = params
+        self.groups: list[_Group] = []
+        self._watches_all = watches_all
+        self._dicts: list[Any] = []  # the optimizer's states
+
+    def find_groups(self, states: dict[Any, Any]) -> list[_Group]:
+        """Return the runs of each group of parameters."""
+        before: list[_Group | None] = [*self.groups]
+        before += [None] * (len(self.params) - len(before))
+        is_noted = False
+        if self._watches_all:
+            # Looking up each parameter would call the hash function of tensors, which is Python's.
+            dicts = [*states, *states.values()]
+            is_noted = len(dicts) == len(self._dicts) and all_same(dicts, self._dicts)
+        self.groups = [
             known
-            if known is not None and known.is_of(group["params"], states)
-            else _Group(group["params"], self.state, known)
-            for group, known in zip(self.param_groups, before, strict=False)
+            if known is not None and known.is_of(params, None if is_noted else states)
+            else _Group(params, states, known)
+            for params, known in zip(self.params, before, strict=False)
         ]
-        return self._flat_groups
+        return self.groups
+
+    def note(self, states: dict[Any, Any]) -> None:
+        """Note the states after a step."""
+        if self._watches_all:
+            self._dicts = [*states, *states.values()]
 
 
 class _Group:

@@ -205,6 +205,7 @@ void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr
     for (std::size_t i = 0; i < unit->gradients.used().size(); ++i, ++bit) {
       if (unit->gradients.is_reduced() && unit->gradients.used()[i] == 0 && is_used(*unit, bit)) {
         unit->port.set_sharded_gradient(i);
+        unit->gradients.expect_update();
       }
     }
   }

@@ -18,7 +18,7 @@ bool needs_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
 std::uint64_t version_of(const Bucket& bucket) {
   std::uint64_t version = 0;
   for (const Unit* unit : bucket.units) {
-    version += unit->port.shard_version();
+    version += unit->shard_version();
   }
   return version;
 }
@@ -48,7 +48,7 @@ void Gatherer::begin_iteration() {
 bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units) {
   bool has_changed = false;
   for (const auto& unit : units) {
-    const std::uint64_t version = unit->port.shard_version();
+    const std::uint64_t version = unit->shard_version();
     has_changed = has_changed || unit->gather.followed_version_ != version;
     unit->gather.followed_version_ = version;
     if (!unit->gather.is_sharded() && !is_current(*unit)) {
@@ -74,11 +74,11 @@ void Gatherer::join_capture() {
 // Whether the unsharded parameters match the shards, as far as versions tell.
 bool Gatherer::is_current(Unit& unit) const {
   if (unit.layout.is_identity() && unit.port.computes_inputs()) {
-    return unit.gather.inputs_version_ == unit.port.shard_version();
+    return unit.gather.inputs_version_ == unit.shard_version();
   }
   return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
          (unit.bucket->gather.gathered_from_.valid &&
-          unit.gather.gathered_version_ == unit.port.shard_version());
+          unit.gather.gathered_version_ == unit.shard_version());
 }
 
 bool Gatherer::unshard(Unit& unit, bool on_demand) {
@@ -101,7 +101,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
   }
   const bool is_gathered = bucket.gather.slot_ != nullptr && bucket.gather.gathered_from_.valid &&
                            bucket.gather.gathered_from_.iteration == iteration_;
-  if (!is_gathered || unit.gather.gathered_version_ != unit.port.shard_version()) {
+  if (!is_gathered || unit.gather.gathered_version_ != unit.shard_version()) {
     Slot* slot = reacquire_slot(bucket);
     if (slot != nullptr) {
       ledger_.counters().reused_unshards += 1;

@@ -32,7 +32,7 @@ void Gatherer::compute_inputs(Unit& unit) {
   if (!unit.port.computes_inputs()) {
     return;
   }
-  const std::uint64_t version = unit.port.shard_version();
+  const std::uint64_t version = unit.shard_version();
   if (unit.gather.inputs_iteration_ == iteration_ && unit.gather.inputs_version_ == version) {
     return;
   }
@@ -49,7 +49,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bool has_changed = false;  // since the iteration began
   bucket.gather.gathered_from_ = {iteration_, 0, true};
   for (Unit* unit : bucket.units) {
-    const std::uint64_t version = unit->port.shard_version();
+    const std::uint64_t version = unit->shard_version();
     bucket.gather.gathered_from_.version += version;
     has_changed = has_changed || version != unit->gather.followed_version_;
     unit->gather.followed_version_ = version;

@@ -113,6 +113,8 @@ class Reducer {
   // gradients, reduces over the ranks and sets the sharded gradients. For the other units, it
   // accumulates.
   void pack_and_reduce(Bucket& bucket);
+  // Runs the updates that are left: Note [updates in backward] in core/reduce/user_collective.h.
+  void end_updates(const std::vector<std::unique_ptr<Unit>>& units);
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
   // was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
@@ -194,6 +196,11 @@ class Reducer {
   // Returns where the piece's sum is.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
+  void begin_updates(const Units& units);
+  void update(const Reduction& reduction);
+  static void run_update(Unit& unit, Stream* stream);
+  // Leaves `most` buckets whose updates may be in flight.
+  void finish_updates(std::size_t most);
   bool send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
                     std::size_t numel);
   static void reset_hooks(const Bucket& bucket);
@@ -216,7 +223,9 @@ class Reducer {
             bool accumulate);
   static const void* const* gradients_of(Bucket& bucket, const ReducePiece& piece,
                                          const void* const* gradients, DType dtype);
+  void wait_for_reduction(Bucket& bucket);
   void wait_for_gradients(const Bucket& bucket);
+  static bool may_lend(const Bucket& bucket);
   void lend(Bucket& bucket);
   void ensure_gradient_memory(Bucket& bucket);
   void renew_gradients(Bucket& bucket);
@@ -256,6 +265,7 @@ class Reducer {
   std::size_t messages_of_other_meshes_ = 0;
   std::vector<PackedGradients> packed_gradients_;  // of one bucket
   std::size_t most_gradients_ = 0;                 // bytes
+  std::vector<Bucket*> updated_;                   // in order; their updates may be in flight
   std::uint64_t packings_ = 0;                     // so far
   std::uint64_t first_packing_ = 1;                // of the last backward
   NonfiniteGradients nonfinite_;

@@ -13,6 +13,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (has_replicas) {
     replicas_->synchronize();
   }
+  updated_.clear();  // buckets may be others than then
   input_.reset(nullptr, 0);
   output_.reset(nullptr, 0);
   const bool has_peers = lane_.communicator().size() > 1;
@@ -91,13 +92,17 @@ void Reducer::lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets
     return;
   }
   for (const auto& bucket : buckets) {
-    const BucketReduction& reduction = bucket->reduction;
-    if (!bucket->layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
-        bucket->gradient_bytes() > 0 && !bucket->has_lent_gradients() &&
-        !bucket->uses_gradient_memory()) {
+    if (may_lend(*bucket)) {
       lend(*bucket);
     }
   }
+}
+
+bool Reducer::may_lend(const Bucket& bucket) {
+  const BucketReduction& reduction = bucket.reduction;
+  return !bucket.layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
+         bucket.gradient_bytes() > 0 && !bucket.has_lent_gradients() &&
+         !bucket.uses_gradient_memory();
 }
 
 // After a backward() on another stream, only that stream has waited for the reductions. The memory

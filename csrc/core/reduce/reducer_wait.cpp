@@ -23,16 +23,20 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   {
     const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, kAllUnits);
     for (const auto& bucket : buckets) {
-      if (bucket->reduction.is_pending_) {
-        bucket->reduction.is_pending_ = false;
-        bucket->reduction.waited_on_ = device_.compute_stream().native_handle();
-        wait_for_gradients(*bucket);
-      }
+      wait_for_reduction(*bucket);
     }
   }
   // Not a wait of its own: the compute stream has waited for the reductions.
   free_packed_gradients(/*measures_wait=*/false);
   check_hooks(buckets);
+}
+
+void Reducer::wait_for_reduction(Bucket& bucket) {
+  if (bucket.reduction.is_pending_) {
+    bucket.reduction.is_pending_ = false;
+    bucket.reduction.waited_on_ = device_.compute_stream().native_handle();
+    wait_for_gradients(bucket);
+  }
 }
 
 // The compute stream waits for gradients on the device, and the host for those of its own memory.
@@ -50,6 +54,7 @@ void Reducer::settle(Bucket& bucket) {
     bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
   }
   reset_hooks(bucket);
+  updated_.clear();
   free_packed_gradients(/*measures_wait=*/false);
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <utility>
 
@@ -25,6 +26,9 @@ struct Unit : UnitConfig {
         number(unit_number),
         port(unit_port),
         gradients(layout.trainable_count()) {}
+
+  // Changes whenever the sharded parameters are known to have changed.
+  std::uint64_t shard_version() const { return port.shard_version() + gradients.updates(); }
 
   const int number;
   UnitPort& port;

@@ -27,7 +27,7 @@ class UnitPort {
   virtual void move_shard(std::shared_ptr<void> memory) = 0;
   virtual void move_gradient(std::shared_ptr<void> memory) = 0;
 
-  // Changes whenever the sharded parameters are known to have changed.
+  // Changes whenever others than the schedule are known to have changed the sharded parameters.
   virtual std::uint64_t shard_version() = 0;
 
   // Whether parts of the flat shard are computed from sharded parameters that lie elsewhere: Note

@@ -53,6 +53,7 @@ struct UnitSettings : BucketSettings {
   std::shared_ptr<UserCollective> communication_hook;  // Note [communication hooks]
   std::shared_ptr<UserCollective> gather_hook;         // Note [custom collectives]
   std::shared_ptr<UserCollective> scatter_hook;
+  std::shared_ptr<UnitUpdate> update;  // Note [updates in backward]
 
   bool has_hook() const {
     return reduce_hook != nullptr || communication_hook != nullptr || gather_hook != nullptr ||

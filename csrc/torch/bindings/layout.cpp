@@ -111,6 +111,8 @@ py::dict describe(const BucketPlan& plan) {
 void register_unit_config(py::module_& m) {
   py::class_<UserCollective, std::shared_ptr<UserCollective>>(m, "UserCollective")
       .def(py::init(&make_python_reduce_hook), py::arg("weak_function"), py::arg("device"));
+  py::class_<UnitUpdate, std::shared_ptr<UnitUpdate>>(m, "UnitUpdate")
+      .def(py::init(&make_python_unit_update), py::arg("weak_function"));
   py::class_<UnitSettings>(m, "UnitSettings")
       .def(py::init<>())
       .def_readwrite("reshard_after_forward", &UnitSettings::reshard_after_forward)
@@ -131,7 +133,8 @@ void register_unit_config(py::module_& m) {
       .def_readwrite("reduce_hook", &UnitSettings::reduce_hook)
       .def_readwrite("communication_hook", &UnitSettings::communication_hook)
       .def_readwrite("gather_hook", &UnitSettings::gather_hook)
-      .def_readwrite("scatter_hook", &UnitSettings::scatter_hook);
+      .def_readwrite("scatter_hook", &UnitSettings::scatter_hook)
+      .def_readwrite("update", &UnitSettings::update);
   py::class_<UnitConfig>(m, "UnitConfig")
       .def(py::init([](std::string name, const UnitLayout& layout, const UnitSettings& settings,
                        int parent, std::pair<std::size_t, std::size_t> message_limits, int mesh) {

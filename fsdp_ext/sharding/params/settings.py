@@ -51,6 +51,7 @@ class UnitSettings:
     communication_hook: CommunicationHook | None = None
     custom_all_gather: Callable[..., object] | None = None
     custom_reduce_scatter: Callable[..., object] | None = None
+    update: Callable[[], None] | None = None  # an attached optimizer's
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
 

@@ -30,7 +30,7 @@ class AllReduceHook:
             gradients: the tensor for the function.
             handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
         """
-        with _on_stream(gradients.device, handle, self.stream):
+        with on_stream(gradients.device, handle, self.stream):
             self.function(gradients)
 
 
@@ -56,7 +56,7 @@ class CommunicationHook:
                 rank after the other.
         """
         result = gradients.detach()
-        with _on_stream(gradients.device, handle, None):
+        with on_stream(gradients.device, handle, None):
             if source is None:
                 self.function(self.state, result)
             else:
@@ -90,7 +90,7 @@ class CustomCollective:
             handle: the handle of the gathers' stream; 0 on the host, which runs this on it.
             source: this rank's rows.
         """
-        with _on_stream(output.device, handle, None):
+        with on_stream(output.device, handle, None):
             gathered = self._buffer_like(output)
             rows = gathered.narrow(0, self.group.rank() * source.numel(), source.numel())
             rows.copy_(source)
@@ -105,7 +105,7 @@ class CustomCollective:
             handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
             source: the gradients, the rows of each rank one after another.
         """
-        with _on_stream(output.device, handle, None):
+        with on_stream(output.device, handle, None):
             packed, reduced = self._buffer_like(source), self._buffer_like(output)
             packed.copy_(source)
             _finish(
@@ -142,7 +142,7 @@ def _finish(work: Any) -> None:
 
 
 @contextlib.contextmanager
-def _on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
+def on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
     """Run the block on ``stream``, ordered after and before work on the lane's stream.
 
     Args:

@@ -319,6 +319,8 @@ class Root(UnitTree):
         settings.is_summoned = unit.is_summoned
         settings.forward_prefetch = [self.number(target) for target in unit.forward_prefetch]
         settings.backward_prefetch = [self.number(target) for target in unit.backward_prefetch]
+        if asked.update is not None:
+            settings.update = unit.core_update()
         if asked.has_hook:
             self._set_hooks(settings, unit)
         return settings

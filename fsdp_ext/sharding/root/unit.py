@@ -56,7 +56,7 @@ from fsdp_ext.sharding.params.sharded_param import (
     shape_of_view,
     unsharded_parameter,
 )
-from fsdp_ext.sharding.params.user_hooks import CustomCollective
+from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
 from fsdp_ext.sharding.root import optimizer_hooks
 
 _alive: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -169,6 +169,15 @@ class Unit(ParamGroup):
         hook = self.settings.all_reduce_hook
         if hook is not None:
             hook.run(gradients, handle)
+
+    def core_update(self) -> _C.UnitUpdate:
+        """Return what lets the attached optimizer step this unit's parameters in backward."""
+        return _C.UnitUpdate(weakref.WeakMethod(self._update))
+
+    def _update(self, handle: int) -> None:
+        if self.settings.update is not None:
+            with on_stream(self.device, handle, None):
+                self.settings.update()
 
     def run_communication_hook(
         self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None

@@ -397,6 +397,69 @@ class Doubling final : public UserCollective {
   std::vector<std::size_t> numels;
 };
 
+// Steps a unit as an attached optimizer does, late.
+class Stepping final : public UnitUpdate {
+ public:
+  Stepping(Rank& rank, StreamUnit& unit, float expected)
+      : rank_(rank), unit_(unit), expected_(expected) {}
+
+  void run(Stream* stream) override {
+    rank_.lanes->device->delay(*stream, std::chrono::milliseconds(3));
+    const OnStream on(static_cast<cudaStream_t>(stream->native_handle()));
+    unit_.read_gradients(expected_);
+    unit_.change_shard();
+    unit_.zero_grad();
+    runs += 1;
+  }
+
+  int runs = 0;
+
+ private:
+  Rank& rank_;
+  StreamUnit& unit_;
+  float expected_;
+};
+
+// Note [updates in backward]
+TEST(CudaReductions, UpdatesInBackwardAreOrderedWithGathersAndReductions) {
+  for (const Setting setting :
+       {Setting{2, 300, 1}, Setting{2, 300, 2, 5}, Setting{2, 300, 1, 3, 2},
+        Setting{2, kDirectBytes, 1, 0, 2}, Setting{1, 300, 1, 0, 2}}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      const float mean = mean_of(setting.ranks(), 0);
+      std::vector<std::shared_ptr<Stepping>> updates;
+      for (std::size_t i = 0; i < rank.units.size(); ++i) {
+        updates.push_back(std::make_shared<Stepping>(rank, *rank.units[i], mean));
+        change_settings(*rank.pipeline, static_cast<int>(i),
+                        [&](UnitSettings& settings) { settings.update = updates.back(); });
+      }
+      for (int step = 0; step < 4; ++step) {
+        rank.backward(rank.forward(), static_cast<float>(r + 1), [&](int) {
+          const auto& buckets = rank.pipeline->buckets();
+          const auto with_gradients = std::count_if(
+              buckets.begin(), buckets.end(),
+              [](const auto& bucket) { return !bucket->has_lent_gradients(); });
+          EXPECT_LE(step == 0 ? 0 : with_gradients, 2);
+        });
+      }
+      for (const auto& update : updates) {
+        EXPECT_EQ(update->runs, 4);
+      }
+      EXPECT_THROW(
+          {
+            const std::vector<CallId> calls = rank.forward();
+            rank.backward(calls, static_cast<float>(r + 1), [&](int unit) {
+              if (unit == 1) {  // more of a gradient that was reduced
+                rank.units[3]->add_gradient(0, 1.0F);
+                rank.pipeline->gradient_arrived(3, 0);
+              }
+            });
+          },
+          Error);
+    });
+  }
+}
+
 // The hook is set between a forward and its backward: first for that backward's output, and in the
 // next forward ranks plan memory for it. Then it is taken away again.
 TEST(CudaReductions, AHookSeesItsWholeUnitHoweverMemoryWasPlanned) {

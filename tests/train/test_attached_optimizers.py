@@ -1,0 +1,292 @@
+"""An attached optimizer steps in backward, with the results of steps after backward."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from support.models import FewRows, FrozenBesideTrainable, Stack, Subject, UnusedParameters
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_ext
+from fsdp_ext import fully_shard
+from fsdp_ext.optim import SGD, AdamW
+
+
+class OtherExperts(Stack):
+    """Each rank uses other blocks in each step, so some gradients come from other ranks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            uses = (index + self.calls + dist.get_rank()) % 2 == 0
+            x = block(x) if uses else block.join_empty(x)  # type: ignore[operator]
+        return self.head(x)
+
+
+def in_groups(parameters: Any) -> AdamW:
+    found = list(parameters)
+    return AdamW(
+        [
+            {"params": [each for each in found if each.ndim > 1], "weight_decay": 0.2},
+            {"params": [each for each in found if each.ndim == 1], "lr": 0.03},
+        ],
+        foreach=True,
+    )
+
+
+def adam(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=0.01, foreach=True)
+
+
+def sgd(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
+
+
+class Pair:
+    """Two equal models. The optimizer of the first one is attached.
+
+    Args:
+        subject: makes the models.
+        make: makes their optimizers.
+        options: arguments of each fully_shard.
+    """
+
+    def __init__(
+        self,
+        subject: Callable[[], Subject] = Stack,
+        make: Callable[[Any], Any] = adam,
+        **options: Any,
+    ) -> None:
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model: Any = subject()
+            for unit in model.units():
+                fully_shard(unit, **options)
+            fully_shard(model, **options)
+            self.models.append(model)
+            self.optimizers.append(make(model.parameters()))
+        self.optimizers[0].attach(self.models[0])
+        self.batches: Counter[Any] = Counter()  # of each model so far
+
+    def loss(self, model: Any) -> Tensor:
+        self.batches[model] += 1
+        generator = torch.Generator().manual_seed(100 * self.batches[model] + dist.get_rank())
+        args, kwargs = model.batch(generator)
+        loss: Tensor = model.loss(model(*args, **kwargs))
+        return loss
+
+    def train(self, steps: int = 4, backward: Callable[[Any, Any], None] | None = None) -> None:
+        for _ in range(steps):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                if backward is None:
+                    self.loss(model).backward()
+                else:
+                    backward(self, model)
+                if optimizer is self.optimizers[0]:
+                    assert all(param.grad is None for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            self.compare()
+
+    def compare(self) -> None:
+        ours, expected = (list(model.parameters()) for model in self.models)
+        states, expected_states = (optimizer.state for optimizer in self.optimizers)
+        for param, other in zip(ours, expected, strict=True):
+            assert torch.equal(param.to_local(), other.to_local())
+            assert states.get(param, {}).keys() == expected_states.get(other, {}).keys()
+            for name, value in states.get(param, {}).items():
+                assert torch.equal(_local(value), _local(expected_states[other][name])), name
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def accumulated(pair: Any, model: Any) -> None:
+    for syncs in (False, False, True):
+        model.set_requires_gradient_sync(syncs)
+        pair.loss(model).backward()
+
+
+def without_a_wait(pair: Any, model: Any) -> None:
+    """Let the first of two backwards, each of which is a step, not wait for its reductions."""
+    for is_last in (False, True):
+        model.set_is_last_backward(is_last or model is pair.models[1])
+        pair.loss(model).backward()
+        if model is pair.models[1]:
+            pair.optimizers[1].step()
+            pair.optimizers[1].zero_grad()
+
+
+def _all_models() -> None:
+    Pair().train()
+    Pair(make=sgd).train()
+    Pair(make=in_groups).train()
+    Pair(FewRows).train()
+    Pair(UnusedParameters).train()
+    Pair(FrozenBesideTrainable).train()
+    Pair(OtherExperts).train()
+
+
+def _all_settings() -> None:
+    Pair(reshard_after_forward=False).train()
+    Pair(bucket_bytes=10**6).train()
+    Pair(bucket_bytes=0, max_message_bytes=200).train()
+    Pair(transport="process_group").train()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    Pair(mp_policy=half).train()
+    pair = Pair()
+    for model in pair.models:
+        model.set_reduce_scatter_unused_params(True)
+    pair.train()
+
+
+def _accumulation() -> None:
+    Pair().train(backward=accumulated)
+    Pair(OtherExperts).train(backward=accumulated)
+
+
+def _two_backwards() -> None:
+    pair = Pair()
+    for _ in range(3):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            without_a_wait(pair, model)
+            optimizer.zero_grad()
+        pair.compare()
+
+
+def _replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    Pair(mesh=mesh).train()
+    Pair(OtherExperts, mesh=mesh).train()
+
+
+def _state_dicts_and_schedulers() -> None:
+    pair = Pair()
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in pair.optimizers]
+    pair.train(2)
+    for scheduler in schedulers:
+        scheduler.step()
+    pair.train(2)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    for optimizer, state in zip(pair.optimizers, reversed(states), strict=True):
+        optimizer.load_state_dict(state)
+    pair.train(2)
+    weights = copy.deepcopy(pair.models[1].state_dict())
+    for model in pair.models:
+        model.load_state_dict({name: value * 0.5 for name, value in weights.items()})
+    pair.train(2)
+
+
+def _other_parameters_keep_their_gradients() -> None:
+    """One optimizer is attached, and another one steps the other parameters after backward."""
+    pair = Pair(make=lambda parameters: adam([each for each in parameters if each.ndim == 2]))
+    others = [
+        SGD([each for each in model.parameters() if each.ndim == 1], lr=0.1, foreach=True)
+        for model in pair.models
+    ]
+    for _ in range(3):
+        for model, optimizer, other in zip(pair.models, pair.optimizers, others, strict=True):
+            pair.loss(model).backward()
+            vectors = [param for param in model.parameters() if param.ndim == 1]
+            assert all(param.grad is not None for param in vectors)
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+        pair.compare()
+
+
+def _a_part_of_a_model() -> None:
+    """Units that are not attached are stepped by step()."""
+    pair = Pair()
+    model = Stack()
+    for unit in model.units():
+        fully_shard(unit)
+    fully_shard(model)
+    optimizer = adam(model.parameters())
+    optimizer.attach(model.blocks[0])
+    optimizer.attach(model.blocks[2])
+    torch.manual_seed(0)
+    model.load_state_dict(copy.deepcopy(pair.models[1].state_dict()))
+    pair.models[0], pair.optimizers[0] = model, optimizer
+    for _ in range(3):
+        for each, its in zip(pair.models, pair.optimizers, strict=True):
+            pair.loss(each).backward()
+            its.step()
+            its.zero_grad()
+        pair.compare()
+
+
+@pytest.mark.parametrize(
+    ("work", "ranks"),
+    [
+        (_all_models, 2),
+        (_all_settings, 2),
+        (_accumulation, 2),
+        (_two_backwards, 2),
+        (_replicas, 4),
+        (_state_dicts_and_schedulers, 2),
+        (_other_parameters_keep_their_gradients, 2),
+        (_a_part_of_a_model, 2),
+        pytest.param(_all_models, 3, marks=pytest.mark.exhaustive),
+        pytest.param(_all_settings, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_steps_in_backward_are_those_after_backward(work: Callable[[], None], ranks: int) -> None:
+    run_ranks(work, ranks)
+
+
+# - Errors
+
+
+def _errors_say_what_is_wrong() -> None:
+    pair = Pair()
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    with pytest.raises(RuntimeError, match="Attach one optimizer, once"):
+        optimizer.attach(model)
+    with pytest.raises(ValueError, match="without sharded parameters of this optimizer"):
+        optimizer.attach(nn.Linear(2, 2))
+    pair.train(1)
+    with pytest.raises(RuntimeError, match="gradients are gone"):
+        fsdp_ext.clip_grad_norm_(model, 1.0)
+    flat = fsdp_ext.FullyShardedDataParallel(Stack(), use_orig_params=False)
+    with pytest.raises(ValueError, match="has a flat parameter"):
+        adam(flat.parameters()).attach(flat)
+
+
+def _an_error_in_a_step_is_raised_by_backward() -> None:
+    pair = Pair()
+    pair.train(2)
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    betas = optimizer.param_groups[0]["betas"]
+    optimizer.param_groups[0]["betas"] = None
+    loss = pair.loss(model)
+    with pytest.raises(TypeError):
+        loss.backward()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    optimizer.param_groups[0]["betas"] = betas
+    pair.loss(model).backward()  # trains on
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "work", [_errors_say_what_is_wrong, _an_error_in_a_step_is_raised_by_backward]
+)
+def test_errors(work: Callable[[], None]) -> None:
+    run_ranks(work, 2)
