@@ -19,6 +19,23 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
+// Python's garbage collection might free another model here. On the thread of a lane, that model
+// would wait for this thread.
+class WithoutCollection {
+ public:
+  WithoutCollection() : was_enabled_(PyGC_Disable() != 0) {}
+  ~WithoutCollection() {
+    if (was_enabled_) {
+      PyGC_Enable();
+    }
+  }
+  WithoutCollection(const WithoutCollection&) = delete;
+  WithoutCollection& operator=(const WithoutCollection&) = delete;
+
+ private:
+  const bool was_enabled_;
+};
+
 // The work on a stream owns the hook and the user's function, too, because a user may set another
 // one meanwhile.
 class PythonUserCollective final : public UserCollective,
@@ -62,6 +79,7 @@ class PythonUserCollective final : public UserCollective,
 
   void call(const py::object& function, const HookTensors& tensors, void* stream) {
     const py::gil_scoped_acquire gil;
+    const WithoutCollection no_collection;
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_gradients;
     const at::Tensor gradients = tensor_over(tensors.gradients, tensors.numel, tensors.dtype);

@@ -162,3 +162,32 @@ def test_full_precision_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch
     precision = fsdp_ext.MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="FSDP_USE_FULL_PREC_IN_EVAL is 1"):
         FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
+
+
+def _collected_in_a_hook() -> None:
+    """Let a hook on a lane's thread make objects while a model that shares the lane is garbage."""
+    collected = []
+
+    def make_objects(gradients: Tensor) -> None:
+        collected.append(gc.get_count())
+        _ = [[number] for number in range(1000)]
+
+    model, other = make_model(), make_model()
+    model[0].set_all_reduce_hook(make_objects)
+    for each in (model, other):
+        each(torch.ones(4, 6)).square().sum().backward()
+    before = gc.get_threshold()
+    gc.disable()
+    loss = model(torch.ones(4, 6)).square().sum()
+    cycle = [other]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del other, each, cycle
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    loss.backward()
+    gc.set_threshold(*before)
+    assert collected
+
+
+def test_a_hook_frees_no_model_on_the_thread_of_a_lane() -> None:
+    run_ranks(_collected_in_a_hook, 1)
