@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard, plan
+from fsdp_ext.optim import SGD
 
 WIDTH = 512
 LAYERS = 6
@@ -70,6 +71,40 @@ def _memory_is_fixed(world_size: int) -> None:
     assert used - planned <= slack + _blas_workspace_bytes(), (
         f"{used} bytes used, {planned} planned, {slack} allowed for rounding"
     )
+
+
+def _most_in_backward(*, attaches: bool) -> int:
+    """Return the most bytes that a backward allocates beyond those before it."""
+    model: Any = _model()
+    for layer in model:
+        fully_shard(layer, bucket_bytes=0)
+    fully_shard(model)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    if attaches:
+        optimizer.attach(model)
+    most = 0
+    for _ in range(3):
+        loss = model(torch.randn(8, WIDTH, device="cuda")).square().mean()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        most = torch.cuda.max_memory_allocated() - before
+        optimizer.step()
+        optimizer.zero_grad()
+    return most
+
+
+def _attached_gradients_are_of_two_buckets() -> None:
+    os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
+    saved = _most_in_backward(attaches=False) - _most_in_backward(attaches=True)
+    gradient = WIDTH * (WIDTH + 1) * 4
+    # All sharded gradients and one unsharded one, beside two sharded and two unsharded ones.
+    assert round(saved / gradient) == LAYERS + 1 - 4, saved / gradient
+
+
+def test_attached_optimizers_leave_gradients_of_two_buckets() -> None:
+    run_ranks(_attached_gradients_are_of_two_buckets, 1, device="cuda")
 
 
 def _blas_workspace_bytes() -> int:

@@ -22,7 +22,9 @@ from params import test_param_dtype_override as override
 from params import test_tensor_extensions as extensions
 from support.gpu_cases import Work, run_works
 from support.launcher import run_ranks
+from train import test_attached_optimizers as attached
 from train import test_gradient_dtypes as dtypes
+from train import test_muon as muon
 
 from fsdp_ext import MixedPrecisionPolicy
 
@@ -49,6 +51,14 @@ WORKS = {
         Work("custom collectives are called", collectives._called),
         Work("verify", verify.verify_in_the_group, ("nccl", torch.float32)),
         Work("verify finds faults", verify.verify_in_any_order),
+    ],
+    "optimizers": [
+        Work("attached, models", attached._all_models),
+        Work("attached, settings", attached._all_settings),
+        Work("attached, accumulation", attached._accumulation),
+        Work("attached, two backwards", attached._two_backwards),
+        Work("attached, parts", attached._other_parameters_keep_their_gradients),
+        Work("Muon", muon._matrices_on_one_dimension),
     ],
     "dtypes": [
         Work("several dtypes", dtypes.compare, ({}, dtypes.REDUCED_IN_FP32)),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import FewRows, FrozenBesideTrainable, Stack, Subject, UnusedParameters
+from support.parity import device, moved
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -75,7 +76,7 @@ class Pair:
         self.optimizers: list[Any] = []
         for _ in range(2):
             torch.manual_seed(0)
-            model: Any = subject()
+            model: Any = subject().to(device())
             for unit in model.units():
                 fully_shard(unit, **options)
             fully_shard(model, **options)
@@ -87,7 +88,7 @@ class Pair:
     def loss(self, model: Any) -> Tensor:
         self.batches[model] += 1
         generator = torch.Generator().manual_seed(100 * self.batches[model] + dist.get_rank())
-        args, kwargs = model.batch(generator)
+        args, kwargs = moved(model.batch(generator))
         loss: Tensor = model.loss(model(*args, **kwargs))
         return loss
 
@@ -148,13 +149,16 @@ def _all_settings() -> None:
     Pair(reshard_after_forward=False).train()
     Pair(bucket_bytes=10**6).train()
     Pair(bucket_bytes=0, max_message_bytes=200).train()
-    Pair(transport="process_group").train()
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     Pair(mp_policy=half).train()
     pair = Pair()
     for model in pair.models:
         model.set_reduce_scatter_unused_params(True)
     pair.train()
+
+
+def _transports() -> None:
+    Pair(transport="process_group").train()
 
 
 def _accumulation() -> None:
@@ -215,7 +219,7 @@ def _other_parameters_keep_their_gradients() -> None:
 def _a_part_of_a_model() -> None:
     """Units that are not attached are stepped by step()."""
     pair = Pair()
-    model = Stack()
+    model = Stack().to(device())
     for unit in model.units():
         fully_shard(unit)
     fully_shard(model)
@@ -238,6 +242,7 @@ def _a_part_of_a_model() -> None:
     [
         (_all_models, 2),
         (_all_settings, 2),
+        (_transports, 2),
         (_accumulation, 2),
         (_two_backwards, 2),
         (_replicas, 4),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import EmptyParameter, FewRows, Stack
-from support.parity import Case, Run, check, each, whole
+from support.parity import Case, Run, check, device, each, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -106,7 +106,8 @@ def step_as_whole(
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        return [value.to(device(), dtype) for value in values]
 
     def spread(value: Tensor) -> DTensor:
         return distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
@@ -131,16 +132,20 @@ def step_as_whole(
 
 
 def _matrices_on_one_dimension() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for placement in (Shard(0), Shard(1), Replicate()):
         for least in (1, 200, owned_matrices._LEAST_OF_ROUND):  # several rounds, and one
             with mock.patch.object(owned_matrices, "_LEAST_OF_ROUND", least):
                 step_as_whole(mesh, [placement])
+
+
+def _matrices_in_bfloat16() -> None:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     step_as_whole(mesh, [Shard(0)], torch.bfloat16, lr=torch.tensor(0.02))
 
 
 def _matrices_on_two_dimensions() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device().type, (2, 2))
     for placements in (
         [Replicate(), Shard(0)],
         [Shard(1), Replicate()],
@@ -151,7 +156,7 @@ def _matrices_on_two_dimensions() -> None:
 
 
 def _matrices_of_tensor_parallelism() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -174,6 +179,7 @@ def _matrices_of_tensor_parallelism() -> None:
     ("work", "ranks"),
     [
         (_matrices_on_one_dimension, 3),
+        (_matrices_in_bfloat16, 2),
         (_matrices_on_two_dimensions, 4),
         (_matrices_of_tensor_parallelism, 4),
     ],
