@@ -76,10 +76,10 @@ class UserCollective:
         self, weak_function: Callable[[], Callable[..., None] | None], device: torch.device
     ) -> None: ...
 
-# See csrc/core/units/unit_settings.h.
 class UnitUpdate:
     def __init__(self, weak_function: Callable[[], Callable[[int], None] | None]) -> None: ...
 
+# See csrc/core/units/unit_settings.h.
 class UnitSettings:
     reshard_after_forward: bool
     reshard_group: int

@@ -123,7 +123,7 @@ FAULTS = (
     Fault(
         "a gather of this iteration is used after its shards have changed",
         f"{CORE}/gather/gatherer.cpp",
-        "unit.gather.gathered_version_ != unit.port.shard_version()",
+        "unit.gather.gathered_version_ != unit.shard_version()",
         "false",
         cpp=CPP,
         python=("prefetch_api",),

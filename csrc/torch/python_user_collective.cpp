@@ -19,13 +19,18 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-// Python's garbage collection might free another model here. On the thread of a lane, that model
-// would wait for this thread.
+// Python's garbage collector may free another model on this thread. On a lane's thread, the model's
+// destructor would wait for the lane, and so for itself. Hooks of two lanes may overlap, since they
+// release the GIL, which guards these counters.
 class WithoutCollection {
  public:
-  WithoutCollection() : was_enabled_(PyGC_Disable() != 0) {}
+  WithoutCollection() {
+    if (depth++ == 0) {
+      was_enabled = PyGC_Disable() != 0;
+    }
+  }
   ~WithoutCollection() {
-    if (was_enabled_) {
+    if (--depth == 0 && was_enabled) {
       PyGC_Enable();
     }
   }
@@ -33,7 +38,8 @@ class WithoutCollection {
   WithoutCollection& operator=(const WithoutCollection&) = delete;
 
  private:
-  const bool was_enabled_;
+  static inline int depth = 0;
+  static inline bool was_enabled = false;
 };
 
 // The work on a stream owns the hook and the user's function, too, because a user may set another
@@ -48,6 +54,8 @@ class PythonUserCollective final : public UserCollective,
     const std::shared_ptr<HeldObject> function = this->function();
     if (device_.is_cpu()) {
       static_cast<HostQueue&>(stream).enqueue([hook = shared_from_this(), function, tensors] {
+        const py::gil_scoped_acquire gil;
+        const WithoutCollection no_collection;
         hook->call(*function, tensors, nullptr);
       });
     } else {
@@ -79,7 +87,6 @@ class PythonUserCollective final : public UserCollective,
 
   void call(const py::object& function, const HookTensors& tensors, void* stream) {
     const py::gil_scoped_acquire gil;
-    const WithoutCollection no_collection;
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_gradients;
     const at::Tensor gradients = tensor_over(tensors.gradients, tensors.numel, tensors.dtype);
@@ -100,30 +107,7 @@ class PythonUserCollective final : public UserCollective,
   std::exception_ptr error_;  // written on the stream
 };
 
-class PythonUnitUpdate final : public UnitUpdate {
- public:
-  explicit PythonUnitUpdate(py::object weak_function) : weak_function_(std::move(weak_function)) {}
-
-  void run(Stream* stream) override {
-    void* const handle = stream == nullptr ? nullptr : stream->native_handle();
-    with_python([&] {
-      const py::object function = weak_function_();
-      if (!function.is_none()) {
-        const at::NoGradGuard no_gradients;
-        function(reinterpret_cast<std::uintptr_t>(handle));
-      }
-    });
-  }
-
- private:
-  HeldObject weak_function_;
-};
-
 }  // namespace
-
-std::shared_ptr<UnitUpdate> make_python_unit_update(py::object weak_function) {
-  return std::make_shared<PythonUnitUpdate>(std::move(weak_function));
-}
 
 std::shared_ptr<UserCollective> make_python_reduce_hook(py::object weak_function,
                                                         at::Device device) {

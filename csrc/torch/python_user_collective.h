@@ -1,4 +1,4 @@
-// Functions of Python's that reductions call.
+// A reduce hook that is a function of Python's.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,9 +16,5 @@ namespace fsdp {
 // a custom collective its input.
 std::shared_ptr<UserCollective> make_python_reduce_hook(pybind11::object weak_function,
                                                         at::Device device);
-
-// Calling `weak_function` returns a function of the handle of the stream to run on, or None if its
-// owner is gone. The handle is 0 on the host.
-std::shared_ptr<UnitUpdate> make_python_unit_update(pybind11::object weak_function);
 
 }  // namespace fsdp

@@ -366,6 +366,14 @@ void TorchUnit::discard_gradients() {
   shown_.discard();
 }
 
+void TorchUnit::discard_sharded_gradients() {
+  for (std::size_t i = 0; i < gradients_.count() && !gradients_.is_released(); ++i) {
+    if (shows_gradient(i)) {
+      parameters_.gradient_owner(i).mutable_grad() = at::Tensor();
+    }
+  }
+}
+
 // See Note [held gradients].
 bool TorchUnit::has_held_gradients() {
   if (gradients_.is_released()) {

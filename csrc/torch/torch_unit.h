@@ -197,6 +197,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void compute_inputs() override;
   std::shared_ptr<void> extract_gradients(const void** addresses) override;
   void discard_gradients() override;
+  void discard_sharded_gradients() override;
   bool keeps_gradients() override { return shown_.is_enabled(); }
   bool has_held_gradients() override;
   bool uses_gradient_memory() override;
@@ -230,6 +231,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void discard_watches(std::size_t index);
   void hash_parameters();
   at::Tensor hash_of_shard() const;
+  std::uint64_t shard_version_of_schedule() const;  // with updates in backward
   bool is_summoned(TorchRoot& root) const;
   bool enter_module();
   bool leave_module(std::size_t index);

@@ -9,8 +9,13 @@ namespace fsdp {
 
 void TorchUnit::begin_checksum() {
   checksum_ = std::make_unique<StepChecksum>();
-  checksum_->shard_version = shard_version();
+  checksum_->shard_version = shard_version_of_schedule();
   checksum_->shard = hash_of_shard();
+}
+
+std::uint64_t TorchUnit::shard_version_of_schedule() const {
+  const auto root = root_.lock();
+  return root->pipeline().unit(number_).shard_version();
 }
 
 // Reading the numbers makes the host wait for the compute stream, which has waited for all lanes.
@@ -20,7 +25,7 @@ StepChecksum::Numbers TorchUnit::end_checksum() {
   const auto value_of = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.item<std::int64_t>() : 0;
   };
-  const bool is_written = look->shard_version != shard_version();
+  const bool is_written = look->shard_version != shard_version_of_schedule();
   const std::int64_t shard = value_of(look->shard);
   return {value_of(look->forward), value_of(look->backward), shard,
           !is_written && shard != value_of(hash_of_shard()) ? 1 : 0};

@@ -1,10 +1,11 @@
 """The units that an optimizer steps in backward.
 
-Note [updates in backward] in ``csrc/core/reduce/user_collective.h`` says when a unit is stepped.
+Note [updates in backward] in ``csrc/core/reduce/unit_update.h`` says when a unit is stepped.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,24 +15,25 @@ from fsdp_ext.sharding.root.module_state import units_below
 from fsdp_ext.sharding.root.unit import Unit, owners_of
 
 
-def params_of(unit: Unit) -> frozenset[Any]:
-    """Return the parameters of a unit that an optimizer may have."""
-    return frozenset(owners_of([unit]))
-
-
-def units_to_attach(model: nn.Module, groups: Iterable[Iterable[Any]]) -> list[Unit]:
-    """Return the units of a model that have parameters of an optimizer.
+def units_to_attach(
+    model: nn.Module, groups: Iterable[Iterable[Any]]
+) -> dict[Unit, frozenset[Any]]:
+    """Return the units of a model that have parameters of an optimizer, with these.
 
     Args:
         model: the model.
         groups: the optimizer's groups of parameters.
 
     Raises:
-        RuntimeError: if an optimizer is attached to a unit already.
+        RuntimeError: if a unit has an attached optimizer.
         ValueError: if there is no such unit, or if one cannot be stepped in backward.
     """
-    params = {param for group in groups for param in group}
-    found = [unit for unit in units_below(model) if not params.isdisjoint(params_of(unit))]
+    owners = owners_of(units_below(model))
+    found: defaultdict[Unit, list[Any]] = defaultdict(list)
+    for group in groups:
+        for param in group:
+            if param in owners:
+                found[owners[param]].append(param)
     if not found:
         raise ValueError(
             "attach got a model without sharded parameters of this optimizer. Pass the model whose "
@@ -40,15 +42,15 @@ def units_to_attach(model: nn.Module, groups: Iterable[Iterable[Any]]) -> list[U
     for unit in found:
         if unit.settings.update is not None:
             raise RuntimeError(
-                f"attach got a model whose unit '{unit.name}' an optimizer steps in backward "
-                "already. Attach one optimizer, once."
+                f"attach got a model whose unit '{unit.name}' already has an attached optimizer. "
+                "Attach one optimizer to each unit, once."
             )
         if reason := _reason_against(unit):
             raise ValueError(
-                f"attach got a model whose unit '{unit.name}' {reason}, which cannot be stepped in "
-                "backward. Call step() after backward instead."
+                f"attach got a model with unit '{unit.name}', which {reason}. Such a unit cannot "
+                "be stepped in backward. Call step() after backward instead."
             )
-    return found
+    return {unit: frozenset(params) for unit, params in found.items()}
 
 
 def _reason_against(unit: Unit) -> str | None:

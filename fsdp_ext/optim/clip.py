@@ -94,8 +94,8 @@ def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False)
     found = _gradients_of(params)
     if any(unit.settings.update is not None for unit in found.units):
         raise RuntimeError(
-            "clip_grad_norm_ got parameters that an attached optimizer steps in backward, so their "
-            "gradients are gone. To clip, call step() after backward instead of attaching it."
+            "clip_grad_norm_ got parameters that an attached optimizer has stepped in backward, so "
+            "their gradients no longer exist. To clip, do not attach the optimizer."
         )
     grads = found.by_ranks()
     total = _total_norm(grads, limits.norm_type, found.dtype)

@@ -15,7 +15,7 @@ next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_ext.optim.attached import params_of, units_to_attach
+from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
@@ -73,43 +73,69 @@ class FlatStep(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step(self._part_of_step())
+        return loss
+
+    def _part_of_step(self) -> _Part:
+        """Return the parameters that no backward steps."""
         # Copies and unpickled optimizers have PyTorch's attributes only.
         rest: _Part = vars(self).setdefault("_rest", _Part(watches_all=True))
         attached: set[Any] = vars(self).get("_attached", set())
-        rest.params = [group["params"] for group in self.param_groups]
-        if attached:
-            rest.params = [[each for each in own if each not in attached] for own in rest.params]
-        self._step(rest)
-        return loss
+        groups = [group["params"] for group in self.param_groups]
+        if not attached:
+            rest.params = groups
+            return rest
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "step got a GradScaler, but this optimizer is attached, so it has stepped in "
+                "backward with scaled gradients. Call step() after backward instead of attaching "
+                "the optimizer."
+            )
+        # Only if groups have changed, since looking up each parameter takes time.
+        every = [each for group in groups for each in group]
+        noted: list[Any] = vars(self).get("_noted", [])
+        if len(every) != len(noted) or not all_same(every, noted):
+            rest.params = [[each for each in group if each not in attached] for group in groups]
+            self._noted: list[Any] = every
+        return rest
 
     def attach(self, model: nn.Module) -> None:
-        """Let each backward step the units of ``model`` as soon as their gradients are reduced.
+        """Step each unit of ``model`` in backward, as soon as its gradients are reduced.
 
-        The gradients are used up in backward: ``.grad`` is None after it, and on GPUs at most two
-        buckets have gradients at a time. Each backward with gradient sync is a step. Go on calling
-        ``step()`` after it: hooks and schedulers need it, and it steps all other parameters.
+        Backward removes the gradients, so ``.grad`` is None afterwards, and on GPUs at most two
+        buckets have gradients at a time. Each backward with gradient sync is a step, and belongs to
+        one forward. Go on calling ``step()`` after it: hooks and schedulers need it, and it steps
+        all other parameters. After an error in backward, some units have stepped and others have
+        not.
 
         Args:
             model: has units with parameters of this optimizer.
 
         Raises:
-            RuntimeError: if an optimizer is attached to one of the units.
+            RuntimeError: if one of the units already has an attached optimizer.
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
                 has flat parameters or tensor extensions.
         """
-        params = [group["params"] for group in self.param_groups]
+        groups = [group["params"] for group in self.param_groups]
         attached: set[Any] = vars(self).setdefault("_attached", set())
-        for unit in units_to_attach(model, params):
-            own = params_of(unit)
-            part = _Part([[each for each in of_group if each in own] for of_group in params])
+        for unit, own in units_to_attach(model, groups).items():
+            part = _Part([[each for each in group if each in own] for group in groups])
             change([unit], update=partial(self._step_in_backward, part))
             attached |= own
+        self._noted = []
 
     def _step_in_backward(self, part: _Part) -> None:
+        before = part.groups
+        part.params += [[]] * (len(self.param_groups) - len(part.params))
         self._step(part)
-        for of_group in part.params:
-            for param in of_group:
+        for group in part.params:
+            for param in group:
                 param.grad = None
+        is_same = len(before) == len(part.groups) and all_same(before, part.groups)
+        if not is_same and torch.cuda.is_available():
+            # States were copied on the stream of the reduction. Backward must not get the memory of
+            # the old ones before that.
+            torch.cuda.current_stream().synchronize()
 
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
@@ -142,8 +168,8 @@ class _Part:
             That is faster for most of the parameters than looking up the states of each.
     """
 
-    def __init__(self, params: Sequence[list[Any]] = (), *, watches_all: bool = False) -> None:
-        self.params = params
+    def __init__(self, params: list[list[Any]] | None = None, *, watches_all: bool = False) -> None:
+        self.params = params or []
         self.groups: list[_Group] = []
         self._watches_all = watches_all
         self._dicts: list[Any] = []  # the optimizer's states

@@ -56,7 +56,7 @@ class MuonStep(torch.optim.Muon):
         return loss
 
     def _place_as_params(self, params: list[Any], grads: list[Any], momenta: list[Any]) -> None:
-        """Redistribute gradients, and the states made for them, that are spread differently."""
+        """Redistribute gradients, and momenta made from them, with placements of their own."""
         for i, (param, grad, momentum) in enumerate(zip(params, grads, momenta, strict=True)):
             if isinstance(grad, DTensor) and grad.placements != param.placements:
                 grads[i] = grad.redistribute(placements=param.placements)

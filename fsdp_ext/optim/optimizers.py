@@ -21,7 +21,7 @@ class SGD(FlatStep, torch.optim.SGD):
 
 
 class Muon(MuonStep):
-    """``torch.optim.Muon`` that orthogonalises a sharded matrix on one rank, and not on each.
+    """``torch.optim.Muon``, except that one rank orthogonalises each sharded matrix.
 
     All ranks that shard a matrix have to step it together.
     """

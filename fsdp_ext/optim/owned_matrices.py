@@ -5,9 +5,9 @@ Each matrix has an *owner*, which is one of the ranks that shard it. To apply a 
 sends its shard to the owner. The owner computes the whole result, and sends each rank its shard of
 it. So N ranks compute each result once, and not N times as after an all-gather on all ranks.
 
-Costs are balanced: the most expensive matrix that has no owner goes to the rank with the least
-work. Matrices travel in rounds. While the owners compute one round, the shards of the next round
-and the results of the last one are in flight. So a rank has the matrices of two rounds at a time.
+The next matrix, which is the most expensive one without an owner, goes to the rank with the least
+work. Matrices travel in rounds. While the owners compute a round, the shards of the next round and
+the results of the previous round are in flight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from fsdp_ext.optim.collectives import explaining_errors
 
-# A round ends when its owners have received so many elements on average. Smaller messages would
-# wait for latency.
+# A round ends once its owners have received at least this many elements each, on average. In
+# smaller rounds, latency would dominate.
 _LEAST_OF_ROUND = 16 * 2**20
 
 
@@ -42,7 +42,7 @@ class ShardedMatrix:
 
     @property
     def cost(self) -> int:
-        """The cost of its product with its transpose, which is smaller on the shorter side."""
+        """The cost of the product with the transpose, on the shorter side."""
         return self.shape.numel() * min(self.shape)
 
     def shapes(self, world_size: int) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ class _Message:
 
     Args:
         work: to wait for.
-        sent: kept alive until then.
+        sent: the tensor that is sent, kept alive until the wait.
         received: where its elements arrive.
         sizes: the number of elements of each tensor in ``received``.
         group: the ranks.
@@ -179,7 +179,9 @@ class OwnedMatrices:
             sizes: the number of elements of each tensor to receive from each rank.
         """
         flat = [part.reshape(-1) for of_rank in parts for part in of_rank]
-        sent = torch.cat(flat).to(self._device, self._dtype) if flat else self._empty(0)
+        sent = self._empty(sum(map(torch.Tensor.numel, flat)))
+        if flat:
+            torch._foreach_copy_(list(torch.split(sent, list(map(torch.Tensor.numel, flat)))), flat)
         received = self._empty(sum(map(sum, sizes)))
         with explaining_errors("exchange matrices", self._group):
             work = dist.all_to_all_single(

@@ -101,6 +101,7 @@ class FakeUnit final : public UnitPort {
   void set_gradient_memory(std::shared_ptr<void> memory) override { gradient_ = std::move(memory); }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
+  void discard_sharded_gradients() override { zero_grad(); }
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
   void zero_grad() { has_gradient_.assign(2, false); }

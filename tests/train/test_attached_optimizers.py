@@ -149,6 +149,7 @@ def _all_settings() -> None:
     Pair(reshard_after_forward=False).train()
     Pair(bucket_bytes=10**6).train()
     Pair(bucket_bytes=0, max_message_bytes=200).train()
+    Pair(OtherExperts, bucket_bytes=0, max_message_bytes=200).train()
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     Pair(mp_policy=half).train()
     pair = Pair()
@@ -237,6 +238,32 @@ def _a_part_of_a_model() -> None:
         pair.compare()
 
 
+def _groups_may_be_added() -> None:
+    pair = Pair(make=lambda parameters: adam([each for each in parameters if each.ndim == 2]))
+    for _ in range(2):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            pair.loss(model).backward()
+            optimizer.step()
+            model.zero_grad()
+        pair.compare()
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        vectors = [param for param in model.parameters() if param.ndim == 1]
+        optimizer.add_param_group({"params": vectors, "lr": 0.02})
+    for _ in range(3):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            pair.loss(model).backward()
+            optimizer.step()
+            model.zero_grad()
+        pair.compare()
+
+
+def _checked_steps() -> None:
+    pair = Pair(check_every=1)
+    pair.train(3)
+    for model in pair.models:
+        fsdp_ext.health(model)
+
+
 @pytest.mark.parametrize(
     ("work", "ranks"),
     [
@@ -249,6 +276,8 @@ def _a_part_of_a_model() -> None:
         (_state_dicts_and_schedulers, 2),
         (_other_parameters_keep_their_gradients, 2),
         (_a_part_of_a_model, 2),
+        (_groups_may_be_added, 2),
+        (_checked_steps, 2),
         pytest.param(_all_models, 3, marks=pytest.mark.exhaustive),
         pytest.param(_all_settings, 1, marks=pytest.mark.exhaustive),
     ],
@@ -263,12 +292,12 @@ def test_steps_in_backward_are_those_after_backward(work: Callable[[], None], ra
 def _errors_say_what_is_wrong() -> None:
     pair = Pair()
     model, optimizer = pair.models[0], pair.optimizers[0]
-    with pytest.raises(RuntimeError, match="Attach one optimizer, once"):
+    with pytest.raises(RuntimeError, match="Attach one optimizer to each unit, once"):
         optimizer.attach(model)
     with pytest.raises(ValueError, match="without sharded parameters of this optimizer"):
         optimizer.attach(nn.Linear(2, 2))
     pair.train(1)
-    with pytest.raises(RuntimeError, match="gradients are gone"):
+    with pytest.raises(RuntimeError, match="gradients no longer exist"):
         fsdp_ext.clip_grad_norm_(model, 1.0)
     flat = fsdp_ext.FullyShardedDataParallel(Stack(), use_orig_params=False)
     with pytest.raises(ValueError, match="has a flat parameter"):
@@ -286,12 +315,68 @@ def _an_error_in_a_step_is_raised_by_backward() -> None:
         loss.backward()
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
     optimizer.param_groups[0]["betas"] = betas
-    pair.loss(model).backward()  # trains on
+    # No unit has stepped, and the next forward finds no gradient of that backward.
+    with torch.no_grad():
+        pair.loss(model)
     assert all(param.grad is None for param in model.parameters())
+    for _ in range(2):
+        pair.loss(pair.models[1])
+    pair.train(2)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("a fault of the test")
+
+
+def _a_failed_backward_leaves_no_gradients() -> None:
+    """Units whose gradients were reduced before the failure have stepped, or lose them."""
+    model = Pair(bucket_bytes=0).models[0]
+    args, kwargs = model.batch(torch.Generator().manual_seed(0))
+    handle = model.blocks[0].register_forward_hook(lambda module, args, out: Failing.apply(out))
+    for _ in range(2):
+        loss = model.loss(model(*args, **kwargs))
+        with pytest.raises(ValueError, match="a fault of the test"):
+            loss.backward()
+        with torch.no_grad():
+            model(*args, **kwargs)
+        assert all(param.grad is None for param in model.parameters())
+    handle.remove()
+    model.loss(model(*args, **kwargs)).backward()
+
+
+def _backward_of_other_weights_is_refused() -> None:
+    model = Pair().models[0]
+    args, kwargs = model.batch(torch.Generator().manual_seed(0))
+    loss = model.loss(model(*args, **kwargs))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Run one backward for each forward"):
+        loss.backward()
+
+
+def _a_gradient_scaler_is_refused() -> None:
+    pair = Pair(make=lambda parameters: AdamW(parameters, fused=True))
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(pair.loss(model)).backward()
+    with pytest.raises(RuntimeError, match="scaled gradients"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize(
-    "work", [_errors_say_what_is_wrong, _an_error_in_a_step_is_raised_by_backward]
+    "work",
+    [
+        _errors_say_what_is_wrong,
+        _an_error_in_a_step_is_raised_by_backward,
+        _a_failed_backward_leaves_no_gradients,
+        _backward_of_other_weights_is_refused,
+        _a_gradient_scaler_is_refused,
+    ],
 )
 def test_errors(work: Callable[[], None]) -> None:
     run_ranks(work, 2)

@@ -17,12 +17,6 @@ void set_bit(char* bits, std::size_t i) {
   bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
 }
 
-bool misses_gradients(const Unit& unit) {
-  return unit.gradients.is_reduced() &&
-         std::find(unit.gradients.used().begin(), unit.gradients.used().end(), 0) !=
-             unit.gradients.used().end();
-}
-
 }  // namespace
 
 BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers)
@@ -115,8 +109,9 @@ void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
 }
 
 void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
-  const bool any_missing = std::any_of(units.begin(), units.end(),
-                                       [](const auto& unit) { return misses_gradients(*unit); });
+  const bool any_missing = std::any_of(units.begin(), units.end(), [](const auto& unit) {
+    return unit->gradients.misses_gradients();
+  });
   if (!lanes_.device->is_capturing() && (any_missing || lanes_.device->is_host())) {
     receive();
   }
@@ -205,7 +200,6 @@ void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr
     for (std::size_t i = 0; i < unit->gradients.used().size(); ++i, ++bit) {
       if (unit->gradients.is_reduced() && unit->gradients.used()[i] == 0 && is_used(*unit, bit)) {
         unit->port.set_sharded_gradient(i);
-        unit->gradients.expect_update();
       }
     }
   }

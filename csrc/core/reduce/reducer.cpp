@@ -240,7 +240,8 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
     wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
   }
-  begin_updates(units);
+  check_updates(units);
+  finish_updates(/*most=*/1);
   ensure_gradient_memory(bucket);
   const bool in_place = prepare_finish(bucket, units);
   const Range range(device_, bucket.ranges.reduce);
@@ -401,12 +402,12 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
 void Reducer::end_reduction(const Reduction& reduction) {
   Bucket& bucket = reduction.bucket;
   streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
-  update(reduction);
   reduction.after.record(*bucket.reduction.reduced_);
   if (reduction.into == Into::WholeOutput) {
     output_.release_both(reduction.after);
   }
   bucket.reduction.is_pending_ = true;
+  update(reduction);
 }
 
 // - The reduce input and output, and the copy into the flat gradient

@@ -41,8 +41,9 @@
 //
 // Note [lent gradients]
 // Activations need the most memory where backward begins, and no sharded gradient exists there yet.
-// So on a GPU, the reducer *lends* gradients at the start of a training forward and of a backward:
-// it frees the memory of each flat gradient of which nothing is in .grad and nothing is held by the
+// So on a GPU, the reducer *lends* gradients at the start of a training forward and of a backward,
+// and behind an update in backward (Note [updates in backward] in core/reduce/unit_update.h): it
+// frees the memory of each flat gradient of which nothing is in .grad and nothing is held by the
 // user. The caching allocator can then use that memory for activations. When the bucket is reduced,
 // memory is allocated again, from the allocator's cache.
 // The allocator has a pool for each stream. Freed memory returns to the pool that it came from
@@ -113,7 +114,7 @@ class Reducer {
   // gradients, reduces over the ranks and sets the sharded gradients. For the other units, it
   // accumulates.
   void pack_and_reduce(Bucket& bucket);
-  // Runs the updates that are left: Note [updates in backward] in core/reduce/user_collective.h.
+  // Runs the updates that are left: Note [updates in backward] in core/reduce/unit_update.h.
   void end_updates(const std::vector<std::unique_ptr<Unit>>& units);
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
   // was issued so far.
@@ -134,7 +135,11 @@ class Reducer {
   // nothing, these parts are zero before. All ranks call it.
   void set_accumulated(Unit& unit, const std::vector<char>& has);
   // Lets has_accumulated_before distinguish gradients of the new backward from earlier ones.
-  void begin_backward() { first_packing_ = packings_ + 1; }
+  // Gradients may be lent in this backward if `may_lend`: Note [lent gradients].
+  void begin_backward(bool may_lend) {
+    first_packing_ = packings_ + 1;
+    may_lend_ = may_lend;
+  }
   // Whether there are accumulated gradients of backwards before the last one.
   bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
 
@@ -196,11 +201,14 @@ class Reducer {
   // Returns where the piece's sum is.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
-  void begin_updates(const Units& units);
+  static void check_updates(const Units& units);
   void update(const Reduction& reduction);
-  static void run_update(Unit& unit, Stream* stream);
-  // Leaves `most` buckets whose updates may be in flight.
+  void issue_updates(Bucket& bucket, const Units& units, Stream& stream);
+  // Finishes updates until at most `most` buckets have one in flight.
   void finish_updates(std::size_t most);
+  void run_updates(Bucket& bucket);
+  static void run_update(Unit& unit, Stream* stream);
+  static void discard_updates(const Bucket& bucket);
   bool send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
                     std::size_t numel);
   static void reset_hooks(const Bucket& bucket);
@@ -265,9 +273,10 @@ class Reducer {
   std::size_t messages_of_other_meshes_ = 0;
   std::vector<PackedGradients> packed_gradients_;  // of one bucket
   std::size_t most_gradients_ = 0;                 // bytes
-  std::vector<Bucket*> updated_;                   // in order; their updates may be in flight
-  std::uint64_t packings_ = 0;                     // so far
-  std::uint64_t first_packing_ = 1;                // of the last backward
+  bool may_lend_ = true;
+  std::vector<Bucket*> updated_;     // with updates in flight, the oldest first
+  std::uint64_t packings_ = 0;       // so far
+  std::uint64_t first_packing_ = 1;  // of the last backward
   NonfiniteGradients nonfinite_;
 };
 

@@ -13,7 +13,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   if (has_replicas) {
     replicas_->synchronize();
   }
-  updated_.clear();  // buckets may be others than then
+  updated_.clear();  // it may name buckets that no longer exist
   input_.reset(nullptr, 0);
   output_.reset(nullptr, 0);
   const bool has_peers = lane_.communicator().size() > 1;
@@ -102,7 +102,9 @@ bool Reducer::may_lend(const Bucket& bucket) {
   const BucketReduction& reduction = bucket.reduction;
   return !bucket.layout.is_offloaded() && !reduction.is_pending_ && !reduction.into_window_ &&
          bucket.gradient_bytes() > 0 && !bucket.has_lent_gradients() &&
-         !bucket.uses_gradient_memory();
+         !bucket.uses_gradient_memory() &&
+         std::none_of(bucket.units.begin(), bucket.units.end(),
+                      [](const Unit* unit) { return unit->updates.is_awaited; });
 }
 
 // After a backward() on another stream, only that stream has waited for the reductions. The memory

@@ -1,42 +1,65 @@
-// Steps of optimizers in backward: Note [updates in backward] in core/reduce/user_collective.h.
+// Steps of attached optimizers: Note [updates in backward] in core/reduce/unit_update.h.
 #include <algorithm>
-#include <utility>
 
 #include "base/check.h"
 #include "core/reduce/reducer.h"
-#include "core/reduce/user_collective.h"
 
 namespace fsdp {
+namespace {
 
-void Reducer::begin_updates(const Units& units) {
-  for (const Unit* unit : units) {
-    FSDP_CHECK(unit->update == nullptr || !unit->gradients.is_reduced(), "Unit '", unit->name,
-               "' got gradients in two parts in one backward, but its attached optimizer has "
-               "stepped with the first part. Call step() after backward instead of attaching it.");
-  }
-  finish_updates(/*most=*/1);
+bool has_gradients(const Unit& unit) {
+  const std::vector<char> accumulated = Reducer::has_accumulated(unit);
+  return unit.gradients.any_arrived() ||
+         std::find(accumulated.begin(), accumulated.end(), 1) != accumulated.end();
 }
 
-// The stream of the reduction is ordered after all of its work.
+}  // namespace
+
+void Reducer::check_updates(const Units& units) {
+  for (const Unit* unit : units) {
+    const bool is_updated = unit->update != nullptr && unit->gradients.is_reduced();
+    FSDP_CHECK(!is_updated || !has_gradients(*unit), "Unit '", unit->name,
+               "' got more gradients after its attached optimizer had stepped it in this backward. "
+               "Call step() after backward instead of attaching the optimizer.");
+  }
+}
+
+// `reduction.after` is already ordered after all work of the reduction.
 void Reducer::update(const Reduction& reduction) {
-  const Units& units = reduction.units;
-  if (std::all_of(units.begin(), units.end(),
-                  [](const Unit* unit) { return unit->update == nullptr; })) {
+  const auto is_updated = [](const Unit* unit) { return unit->update != nullptr; };
+  if (std::none_of(reduction.units.begin(), reduction.units.end(), is_updated)) {
     return;
   }
-  for (Unit* unit : units) {
-    unit->gradients.awaits_update_ = true;
-    if (!device_.is_host()) {
-      run_update(*unit, &reduction.after);
-    }
+  for (Unit* unit : reduction.units) {
+    unit->updates.is_awaited = unit->update != nullptr;
   }
   updated_.push_back(&reduction.bucket);
+  if (!device_.is_host()) {
+    issue_updates(reduction.bucket, reduction.units, reduction.after);
+  }
+}
+
+// After an error, too, work that was issued uses the gradients.
+void Reducer::issue_updates(Bucket& bucket, const Units& units, Stream& stream) {
+  const bool has_peers = route_of(bucket) != Route::Local;
+  try {
+    for (Unit* unit : units) {
+      if (!has_peers || !unit->gradients.misses_gradients()) {
+        run_update(*unit, &stream);
+      }
+    }
+  } catch (...) {
+    stream.record(*bucket.reduction.reduced_);
+    throw;
+  }
+  stream.record(*bucket.reduction.reduced_);
 }
 
 void Reducer::run_update(Unit& unit, Stream* stream) {
-  if (unit.update != nullptr && std::exchange(unit.gradients.awaits_update_, false)) {
-    unit.gradients.updates_ += 1;
+  if (unit.updates.is_awaited) {
+    unit.updates.count += 1;
     unit.update->run(stream);
+    unit.updates.is_awaited = false;
   }
 }
 
@@ -45,12 +68,13 @@ void Reducer::finish_updates(std::size_t most) {
     Bucket& bucket = *updated_.front();
     updated_.erase(updated_.begin());
     if (device_.is_host()) {
-      bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
-      for (Unit* unit : bucket.units) {
-        run_update(*unit, nullptr);
+      run_updates(bucket);
+    } else if (may_lend_ && !device_.is_capturing()) {
+      if (bucket.reduction.is_pending_) {
+        ledger_.wait(*bucket.reduction.reduced_, bucket.reduction.label, Work::WaitForReduction,
+                     bucket.numbers());
+        wait_for_reduction(bucket);
       }
-    } else if (!device_.is_capturing()) {
-      wait_for_reduction(bucket);
       if (may_lend(bucket)) {
         lend(bucket);
       }
@@ -58,24 +82,53 @@ void Reducer::finish_updates(std::size_t most) {
   }
 }
 
+// On the host. Units that miss gradients are left for the end of backward.
+void Reducer::run_updates(Bucket& bucket) {
+  {
+    const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, bucket.numbers());
+    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
+  }
+  const bool has_peers = route_of(bucket) != Route::Local;
+  for (Unit* unit : bucket.units) {
+    if (!has_peers || !unit->gradients.misses_gradients()) {
+      run_update(*unit, nullptr);
+    }
+  }
+}
+
 void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
+  finish_updates(/*most=*/0);
   for (const auto& unit : units) {
-    if (unit->update == nullptr || !unit->gradients.awaits_update_) {
+    if (!unit->updates.is_awaited) {
       continue;
     }
     Bucket& bucket = *unit->bucket;
-    if (!device_.is_host()) {
-      Stream& stream = sums(route_of(bucket)) ? replicas_->stream() : streams_.messages();
-      stream.wait(*bucket.reduction.reduced_, bucket.reduction.label);
-      run_update(*unit, &stream);
-      stream.record(*bucket.reduction.reduced_);
-      bucket.reduction.is_pending_ = true;
+    BucketReduction& reduction = bucket.reduction;
+    if (device_.is_host()) {
+      run_update(*unit, nullptr);
+      continue;
     }
-    if (std::find(updated_.begin(), updated_.end(), &bucket) == updated_.end()) {
-      updated_.push_back(&bucket);
+    Stream& stream = sums(route_of(bucket)) ? replicas_->stream() : streams_.messages();
+    stream.wait(*reduction.reduced_, reduction.label);
+    reduction.is_pending_ = true;
+    try {
+      run_update(*unit, &stream);
+    } catch (...) {
+      stream.record(*reduction.reduced_);
+      throw;
+    }
+    stream.record(*reduction.reduced_);
+  }
+}
+
+// After a backward that failed.
+void Reducer::discard_updates(const Bucket& bucket) {
+  for (Unit* unit : bucket.units) {
+    if (unit->updates.is_awaited) {
+      unit->updates.is_awaited = false;
+      unit->port.discard_sharded_gradients();
     }
   }
-  finish_updates(/*most=*/0);
 }
 
 }  // namespace fsdp

@@ -55,6 +55,7 @@ void Reducer::settle(Bucket& bucket) {
   }
   reset_hooks(bucket);
   updated_.clear();
+  discard_updates(bucket);
   free_packed_gradients(/*measures_wait=*/false);
 }
 

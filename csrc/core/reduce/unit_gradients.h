@@ -22,7 +22,7 @@ class UnitGradients {
   std::size_t count() const { return arrived_.size(); }  // of trainable parameters
 
   void begin_backward() {
-    is_reached_ = is_reduced_ = awaits_update_ = false;
+    is_reached_ = is_reduced_ = false;
     std::fill(used_.begin(), used_.end(), 0);
   }
   // This backward has reached the unit, on all ranks.
@@ -45,17 +45,16 @@ class UnitGradients {
   // For each parameter, whether this backward has reduced a gradient of this rank.
   const std::vector<char>& used() const { return used_; }
   bool is_reduced() const { return is_reduced_; }  // in this backward
+  // Whether this backward has reduced the unit, and this rank did not use all of its parameters.
+  bool misses_gradients() const {
+    return is_reduced_ && std::find(used_.begin(), used_.end(), 0) != used_.end();
+  }
   // Whether backwards without gradient sync have reached the unit since its last reduction. It is
   // the same on all ranks.
   bool awaits_reduction() const { return awaits_reduction_; }
   bool needs_reduction(bool syncs) const {
     return any_arrived() || (is_reached_ && syncs && !is_reduced_ && count() > 0);
   }
-  // For Note [updates in backward] in core/reduce/user_collective.h: how often backward has updated
-  // the shard, and whether parameters have got gradients since.
-  std::uint64_t updates() const { return updates_; }
-  void expect_update() { awaits_update_ = true; }
-
   // At the end of backward: as needs_reduction, or backwards without gradient sync have left
   // gradients.
   bool has_left_over(bool syncs) const {
@@ -77,8 +76,6 @@ class UnitGradients {
   bool is_reached_ = false;
   bool is_reduced_ = false;
   bool awaits_reduction_ = false;
-  bool awaits_update_ = false;
-  std::uint64_t updates_ = 0;
   // For Note [NaN and Inf] in core/reduce/nonfinite_gradients.h:
   std::uint64_t* nonfinite_marks_ = nullptr;  // on the device
   std::vector<std::uint64_t> reduced_since_;  // the first packing in the last reduction

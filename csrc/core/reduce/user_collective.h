@@ -23,18 +23,6 @@
 // before they are summed. A custom all-gather with smaller groups (Note [group shards]) is refused.
 // Errors of a reduce-scatter are raised at the end of backward, and those of an all-gather where
 // the unit waits for it.
-//
-// Note [updates in backward]
-// An attached optimizer (fsdp_ext/optim/attached.py) updates a unit's shard while backward computes
-// the rest. The update finds gradients in .grad of the sharded parameters, and removes those that
-// it has used. On a GPU it is issued to the stream of the reduction, behind the finish and before
-// the bucket's `reduced` event. So whoever waits for the reduction waits for the update, too. On
-// the host it runs on the thread of backward: Python on a lane's thread might free a model there,
-// which waits for the lane. The update of a bucket ends before the reduction after the next one
-// begins: the host runs it then, and a GPU lends the gradients' memory (Note [lent gradients] in
-// core/reduce/reducer.h). So two buckets have gradients at a time. Parameters that only other ranks
-// used get their gradients at the end of backward, where the update runs again. A second reduction
-// of a unit in one backward is refused, because each would be a step with a part of the gradient.
 #pragma once
 
 #include <cstddef>
@@ -66,16 +54,6 @@ class UserCollective {
   virtual void check() = 0;
   // Drops such an error, after a backward that failed for another reason. The same holds.
   virtual void reset() = 0;
-};
-
-// See Note [updates in backward].
-class UnitUpdate {
- public:
-  virtual ~UnitUpdate() = default;
-
-  // Updates the parameters that have a gradient: on the calling thread, whose host has the
-  // gradients, or on a GPU's stream. May throw.
-  virtual void run(Stream* stream) = 0;
 };
 
 }  // namespace fsdp

@@ -123,6 +123,7 @@ CallId Pipeline::pre_forward(int number) try {
 }
 
 CallId Pipeline::enter_forward(Unit& unit) {
+  unit.updates.in_forward = unit.updates.count;
   if (unit.entering == kNoCall) {
     unit.entering = forward_order_.enter(unit.number);
   }
@@ -213,7 +214,7 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_accumulates_ = graph.accumulates;
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());
   lend_gradients();
-  reducer_.begin_backward();
+  reducer_.begin_backward(/*may_lend=*/!gatherer_.has_been_captured());
   reduction_order_.begin_backward(backward_order_.steps());
   passes_.begin_backward();
   ledger_.enter_phase(Phase::Backward);
@@ -222,6 +223,13 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
 
 void Pipeline::pre_backward(int number, CallId call) try {
   Unit& unit = this->unit(number);
+  FSDP_CHECK(unit.update == nullptr || unit.updates.count == unit.updates.in_forward,
+             "Backward of "
+             "unit '",
+             unit.name,
+             "' came after its attached optimizer had stepped it, so its "
+             "gradient would belong to other weights. Run one backward for each forward, or call "
+             "step() after backward instead of attaching the optimizer.");
   if (unit.backward.has_gathers()) {
     take_steps(backward_order_.until_gather(call));
   }

@@ -11,6 +11,7 @@
 #include "core/gather/unit_gather.h"
 #include "core/record/ledger.h"
 #include "core/reduce/unit_gradients.h"
+#include "core/reduce/unit_update.h"
 #include "core/schedule/backward_progress.h"
 #include "core/schedule/call_id.h"
 #include "core/units/unit_config.h"
@@ -28,7 +29,7 @@ struct Unit : UnitConfig {
         gradients(layout.trainable_count()) {}
 
   // Changes whenever the sharded parameters are known to have changed.
-  std::uint64_t shard_version() const { return port.shard_version() + gradients.updates(); }
+  std::uint64_t shard_version() const { return port.shard_version() + updates.count; }
 
   const int number;
   UnitPort& port;
@@ -45,6 +46,7 @@ struct Unit : UnitConfig {
   UnitGather gather;
   BackwardProgress backward;
   UnitGradients gradients;
+  UpdateState updates;
   CallId entering = kNoCall;  // the call that runs in forward
   IterationIndex computing;   // the span of its forward or backward
 };

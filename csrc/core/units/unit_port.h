@@ -27,7 +27,7 @@ class UnitPort {
   virtual void move_shard(std::shared_ptr<void> memory) = 0;
   virtual void move_gradient(std::shared_ptr<void> memory) = 0;
 
-  // Changes whenever others than the schedule are known to have changed the sharded parameters.
+  // Changes whenever code outside the schedule is known to have changed the sharded parameters.
   virtual std::uint64_t shard_version() = 0;
 
   // Whether parts of the flat shard are computed from sharded parameters that lie elsewhere: Note
@@ -62,6 +62,8 @@ class UnitPort {
   virtual bool has_sharded_gradient(std::size_t i) = 0;
   // Copies that gradient into the flat gradient, unless it is there already.
   virtual void import_sharded_gradient(std::size_t i) = 0;
+  // Removes the sharded gradients of the unit, after a backward that failed before their update.
+  virtual void discard_sharded_gradients() = 0;
   // Makes a part of the flat gradient the sharded gradient of trainable parameter i. The reduce
   // stream writes its values.
   virtual void set_sharded_gradient(std::size_t i) = 0;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/reduce/unit_update.h"
 #include "core/reduce/user_collective.h"
 
 namespace fsdp {

@@ -11,6 +11,7 @@
 #include "core/units/unit_config.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
+#include "torch/python_unit_update.h"
 #include "torch/python_user_collective.h"
 #include "torch/transports.h"
 

@@ -160,6 +160,7 @@ class StreamUnit final : public UnitPort {
   }
   bool has_sharded_gradient(std::size_t i) override { return has_gradient_[i]; }
   void import_sharded_gradient(std::size_t) override {}
+  void discard_sharded_gradients() override { zero_grad(); }
   void set_sharded_gradient(std::size_t i) override { has_gradient_[i] = true; }
 
   bool is_gradient_held = false;  // by a user, after each step
