@@ -195,11 +195,25 @@ def fully_shard(
             why. It is an AssertionError, too, where FSDP2 raises one.
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
-    # Read before there are other local variables.
-    options = {name: value for name, value in locals().items() if name != "module"}
     modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
     check_containers(modules)
-    make_units(modules, **options, sets_classes=True)
+    make_units(
+        modules,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        transport=transport,
+        bucket_bytes=bucket_bytes,
+        max_message_bytes=max_message_bytes,
+        prefetch=prefetch,
+        keep_gather_inputs=keep_gather_inputs,
+        check_every=check_every,
+        sets_classes=True,
+    )
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
