@@ -92,12 +92,11 @@ class HostQueue : public Stream {
   virtual void publish_waits(BlockedThread& /*blocked*/) {}
 };
 
-// The calling thread: work runs at once, and a wait blocks. It is not for several threads at a
-// time.
+// Work runs at once on the calling thread, and a wait blocks. Only one thread may use it at a time.
 class InlineStream final : public HostQueue {
  public:
-  // What happens to an error: the caller gets it thrown, as on the compute stream, or the stream
-  // has failed, as a worker's has (Note [errors on streams]).
+  // Thrown: the caller gets the error, as on the compute stream. Kept: the stream has failed, as a
+  // worker's does (Note [errors on streams]).
   enum class Errors : bool { Thrown, Kept };
 
   explicit InlineStream(std::chrono::milliseconds timeout, std::string name = "compute",

@@ -1,4 +1,4 @@
-// Checked steps: which steps of a root are checked, and the hashes that one computes for a unit.
+// Checked steps: their counter, and the hashes of one unit.
 //
 // Note [checked steps]
 // With fully_shard(check_every=k), the schedule looks at every k-th step. A step begins with a
@@ -47,7 +47,7 @@ struct StepChecksum {
 };
 
 // Counts the steps of a root and says which of them are checked.
-// A TorchRoot that replaces another one of the model takes over its checks, so steps count on.
+// A TorchRoot that replaces another one of the model takes over its checks, so the count continues.
 class StepChecks {
  public:
   // `compare` is a weak reference to a method that takes the number of a step and the numbers of

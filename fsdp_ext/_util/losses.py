@@ -1,4 +1,4 @@
-"""Calls of a user's model by functions that run it themselves, and the scalar of its backward."""
+"""How plan, tune and verify call a user's model on a batch, and check its loss."""
 
 from __future__ import annotations
 

@@ -232,13 +232,13 @@ def _new_group(
 
     Args:
         ranks: its ranks.
-        timeout: that of its collectives, and the longest wait for another rank here.
+        timeout: of its collectives, and of making the group.
         backend: the name of its backend.
         name: ends its description.
         why: its purpose, for the message.
 
     Raises:
-        RuntimeError: if a rank does not come within the timeout.
+        RuntimeError: if a rank does not arrive within the timeout.
     """
     try:
         made: dist.ProcessGroup = dist.new_group(

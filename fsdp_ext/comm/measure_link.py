@@ -95,8 +95,8 @@ def mean_seconds(
 
     Args:
         calls: the collectives.
-        barrier: waits for all ranks. That of lanes wakes their threads, which are also awake during
-            a step.
+        barrier: waits for all ranks. ``exchange_messages`` of lanes also wakes the thread of the
+            gather lane, which is awake during a step.
         device: this rank's device.
     """
     barrier()

@@ -270,9 +270,9 @@ def refuse_groups(units: Sequence[ParamGroup]) -> None:
 def resolve_links(
     link: Link | str | None, replica_link: Link | str | None, typical: Link, target: Target
 ) -> tuple[Link, Link | None]:
-    """Return the links between ranks that shard the model, and between replicas if there are any.
+    """Return the link between ranks that shard the model, and the link between replicas.
 
-    They are the ones that were asked for, or typical ones.
+    The second one is None without replicas. Arguments come before typical links.
 
     Raises:
         ValueError: if an argument is neither a link nor the name of a preset, or if a link has no

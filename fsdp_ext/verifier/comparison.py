@@ -55,7 +55,7 @@ def _kind(tensor: Tensor | None) -> str:
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """A difference between the two copies. The first one sorts first.
+    """A difference between the two copies. Differences sort by place, then by rank.
 
     Args:
         place: its place among all comparisons.

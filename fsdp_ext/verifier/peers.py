@@ -14,8 +14,8 @@ class Peers:
     """The ranks of the default process group, in order. Each thread that is a rank has its own.
 
     Args:
-        may_differ: whether ranks may use different units in a step. Both lanes of ranks that are
-            threads share one group, so they may not: Note [inline groups].
+        may_differ: whether ranks may use different units in a step. False if ranks are threads:
+            both lanes then share one group (Note [inline groups]).
     """
 
     may_differ: bool = True

@@ -13,7 +13,7 @@ import torch
 
 
 def random_state() -> Callable[[], None]:
-    """Return a function that lets the random generators continue from their present state.
+    """Return a function that restores the present state of the random generators.
 
     These are the generators of Python, of torch on the host and on the current GPU, and of NumPy if
     it is loaded.

@@ -207,6 +207,10 @@ NOT_SEEN = {
     "core/reduce/reducer_memory.cpp prepare_output: replicas_->synchronize();": NO_TEST,
     "core/reduce/reducer_wait.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
+    "core/reduce/reducer_updates.cpp run_updates: bucket.reduction.reduced_->synchronize("
+    "device_.timeout(), bucket.reduction.label);": "only ranks without GPUs get there",
+    "core/reduce/reducer_updates.cpp finish_updates: ledger_.wait("
+    "*bucket.reduction.reduced_, bucket.reduction.label, Work::WaitForReduction,": BESIDE,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
     "core/reduce/reducer.cpp begin_packing: "

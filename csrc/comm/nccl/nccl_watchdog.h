@@ -71,7 +71,7 @@ class NcclWatchdog {
     NcclWatchdog& watchdog_;
   };
 
-  // Watches the collective that was just issued to `stream`, and ends on a rank only after all
+  // Watches the collective that was just issued to `stream`. It must end on a rank only after all
   // ranks have begun it. Messages call it `what`.
   void watch_collective(Stream& stream, const std::string& what);
 

@@ -62,7 +62,7 @@ class WallClock {
   std::chrono::duration<double> ahead_;  // of steady_clock
 };
 
-// The groups of the collectives, numbered in order of their first one.
+// The groups of the collectives, numbered in the order of their first collective.
 class Groups {
  public:
   explicit Groups(const std::vector<SeenFlight>& seen) {

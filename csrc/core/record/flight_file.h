@@ -9,7 +9,7 @@
 
 namespace fsdp {
 
-// `seen` are in order of issue. `forgotten` is how many came before and are no longer kept.
+// `seen` is in order of issue. `forgotten` counts earlier collectives that are no longer kept.
 std::string flight_file(const std::vector<SeenFlight>& seen, std::uint64_t forgotten);
 
 }  // namespace fsdp

@@ -164,8 +164,8 @@ py::list all_gather(TorchRoot& root, const std::string& what, const std::string&
   return result;
 }
 
-// Calls a method while the calling thread uses the root. A method of the pipeline runs without the
-// GIL.
+// Calls a method with the calling thread as the root's user. Methods of the pipeline run without
+// the GIL.
 template <typename... Arguments>
 auto as_owner(void (TorchRoot::*method)(Arguments...)) {
   return [method](TorchRoot& root, Arguments... arguments) {

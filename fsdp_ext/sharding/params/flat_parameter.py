@@ -181,7 +181,10 @@ class FlatParameter:
 
 
 def parts_of_flat(unit: Unit, flat: torch.Tensor) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
-    """Yield each parameter of a unit of one dtype, and its rows in a tensor like the flat shard."""
+    """Yield each parameter of a unit, with its rows in a tensor like the flat shard.
+
+    The parameters have one dtype.
+    """
     for param, place in zip(unit.params, unit.layout_for(training=False).placements, strict=True):
         first = place.shard_offset // param.dtype.itemsize
         yield param, flat[first : first + param.local.numel()].view(param.local.shape)

@@ -118,8 +118,8 @@ def let_optimizers_go_on() -> None:
     """Give existing optimizers the sharded parameters in place of the original ones.
 
     So calls on an optimizer before its first step act on these, too: ``zero_grad``, state dicts,
-    gradient scalers. ``GradScaler.unscale_`` of an optimizer with the original parameters finds no
-    gradient, and the scaler's step then fails.
+    gradient scalers. Otherwise ``GradScaler.unscale_`` would find no gradient, and the scaler's
+    step would fail.
     """
     for found in gc.get_objects():
         if issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask proxies
