@@ -26,8 +26,11 @@ def units_to_attach(
 
     Raises:
         RuntimeError: if a unit has an attached optimizer.
+        TypeError: if ``model`` is no module.
         ValueError: if there is no such unit, or if one cannot be stepped in backward.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach got {model!r}. Pass the model, a torch.nn.Module.")
     owners = owners_of(units_below(model))
     found: defaultdict[Unit, list[Any]] = defaultdict(list)
     for group in groups:
@@ -60,4 +63,6 @@ def _reason_against(unit: Unit) -> str | None:
         return "has a flat parameter"
     if any(not entry.is_gathered for entry in unit.params):
         return "has tensor extensions"
+    if any(getattr(entry.sharded, "_post_accumulate_grad_hooks", None) for entry in unit.params):
+        return "has hooks behind gradient accumulation, which would find no gradient"
     return None

@@ -29,6 +29,7 @@ from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
+from fsdp_ext.sharding.root.unit import owners_of, units_alive
 
 
 class FlatStep(Optimizer):
@@ -77,26 +78,28 @@ class FlatStep(Optimizer):
         return loss
 
     def _part_of_step(self) -> _Part:
-        """Return the parameters that no backward steps."""
+        """Return the parameters to step: all, or those that no backward has stepped."""
         # Copies and unpickled optimizers have PyTorch's attributes only.
-        rest: _Part = vars(self).setdefault("_rest", _Part(watches_all=True))
-        attached: set[Any] = vars(self).get("_attached", set())
+        own = vars(self)
         groups = [group["params"] for group in self.param_groups]
-        if not attached:
-            rest.params = groups
-            return rest
+        attached: set[Any] = own.get("_attached", set())
+        if not attached or any(map(_has_grad, attached)):  # gradients that no backward brought
+            every: _Part = own.setdefault("_every", _Part(watches_all=True))
+            every.params = groups
+            return every
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "step got a GradScaler, but this optimizer is attached, so it has stepped in "
                 "backward with scaled gradients. Call step() after backward instead of attaching "
                 "the optimizer."
             )
+        rest: _Part = own.setdefault("_rest", _Part(watches_all=True))
         # Only if groups have changed, since looking up each parameter takes time.
-        every = [each for group in groups for each in group]
-        noted: list[Any] = vars(self).get("_noted", [])
-        if len(every) != len(noted) or not all_same(every, noted):
+        params = [each for group in groups for each in group]
+        noted: list[Any] = own.get("_noted", [])
+        if len(params) != len(noted) or not all_same(params, noted):
             rest.params = [[each for each in group if each not in attached] for group in groups]
-            self._noted: list[Any] = every
+            self._noted: list[Any] = params
         return rest
 
     def attach(self, model: nn.Module) -> None:
@@ -104,17 +107,18 @@ class FlatStep(Optimizer):
 
         Backward removes the gradients, so ``.grad`` is None afterwards, and on GPUs at most two
         buckets have gradients at a time. Each backward with gradient sync is a step, and belongs to
-        one forward. Go on calling ``step()`` after it: hooks and schedulers need it, and it steps
-        all other parameters. After an error in backward, some units have stepped and others have
-        not.
+        one forward. Go on calling ``step()`` after it: schedulers need it, and it steps parameters
+        that still have a gradient. After an error in backward, some units have stepped and others
+        have not.
 
         Args:
             model: has units with parameters of this optimizer.
 
         Raises:
             RuntimeError: if one of the units already has an attached optimizer.
+            TypeError: if ``model`` is no module.
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
-                has flat parameters or tensor extensions.
+                has a flat parameter, tensor extensions or hooks behind gradient accumulation.
         """
         groups = [group["params"] for group in self.param_groups]
         attached: set[Any] = vars(self).setdefault("_attached", set())
@@ -123,6 +127,13 @@ class FlatStep(Optimizer):
             change([unit], update=partial(self._step_in_backward, part))
             attached |= own
         self._noted = []
+
+    def detach(self) -> None:
+        """Let only ``step()`` step parameters from now on, after :meth:`attach`."""
+        owners = owners_of(units_alive())
+        attached: set[Any] = vars(self).pop("_attached", set())
+        for unit in {owners[param] for param in attached if param in owners}:
+            change([unit], update=None)
 
     def _step_in_backward(self, part: _Part) -> None:
         before = part.groups
@@ -157,6 +168,10 @@ class FlatStep(Optimizer):
                 group["params"] = before
                 found.end_step(states)
             part.note(states)
+
+
+def _has_grad(param: Any) -> bool:
+    return param.grad is not None
 
 
 class _Part:

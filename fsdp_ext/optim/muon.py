@@ -58,6 +58,11 @@ class MuonStep(torch.optim.Muon):
     def _place_as_params(self, params: list[Any], grads: list[Any], momenta: list[Any]) -> None:
         """Redistribute gradients, and momenta made from them, with placements of their own."""
         for i, (param, grad, momentum) in enumerate(zip(params, grads, momenta, strict=True)):
+            if isinstance(param, DTensor) and not isinstance(grad, DTensor):
+                raise TypeError(
+                    f"Muon got a plain tensor as gradient of a sharded matrix of shape "
+                    f"{tuple(param.shape)}. Set .grad to a DTensor with the matrix's placements."
+                )
             if isinstance(grad, DTensor) and grad.placements != param.placements:
                 grads[i] = grad.redistribute(placements=param.placements)
             if isinstance(momentum, DTensor) and momentum.placements != param.placements:

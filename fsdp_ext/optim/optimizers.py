@@ -23,5 +23,5 @@ class SGD(FlatStep, torch.optim.SGD):
 class Muon(MuonStep):
     """``torch.optim.Muon``, except that one rank orthogonalises each sharded matrix.
 
-    All ranks that shard a matrix have to step it together.
+    All ranks that shard a matrix have to step it together, and give it a gradient together.
     """

@@ -176,7 +176,8 @@ def plan(
     if seconds is not None:
         refuse_groups(root.units)
     links = resolve_links(link, replica_link, typical, target)
-    costs = None if seconds is None else StepCosts(seconds, links[0], contention, copies, links[1])
+    within, between = links
+    costs = None if seconds is None else StepCosts(seconds, within, contention, copies, between)
     result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
@@ -214,19 +215,20 @@ def _result(
 ) -> Plan:
     transports = (target.transport, target.replica_transport)
     found = find_buckets(root, transports, target.device_type)
+    within, between = links
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.world_size,
         device_type=target.device_type,
         transport=target.transport,
-        link=links[0],
+        link=within,
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, found, flops),
         buckets=bucket_sizes(root, found),
         memory=memory_of(root, found, optimizer_states),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
-        replica_link=links[1],
+        replica_link=between,
     )
 
 

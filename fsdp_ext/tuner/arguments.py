@@ -55,6 +55,11 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             f"tune got a {type(sharded_module(model)).__name__} inside a "
             f"{type(root.module).__name__}, which is the root. Pass the root module."
         )
+    if any(unit.settings.update is not None for unit in units):
+        raise ValueError(
+            "tune got a model that an attached optimizer steps in backward, and runs backward "
+            "itself. Call detach() of the optimizer before, and attach() after it."
+        )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(
             "tune got a model whose parameters have gradients, but it runs backward itself. Call "

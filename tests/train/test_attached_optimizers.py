@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,13 @@ from support.launcher import run_ranks
 from support.models import FewRows, FrozenBesideTrainable, Stack, Subject, UnusedParameters
 from support.parity import device, moved
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import fully_shard
@@ -149,7 +155,8 @@ def _all_settings() -> None:
     Pair(reshard_after_forward=False).train()
     Pair(bucket_bytes=10**6).train()
     Pair(bucket_bytes=0, max_message_bytes=200).train()
-    Pair(OtherExperts, bucket_bytes=0, max_message_bytes=200).train()
+    rounded = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    Pair(OtherExperts, bucket_bytes=0, max_message_bytes=200, mp_policy=rounded).train()
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     Pair(mp_policy=half).train()
     pair = Pair()
@@ -257,11 +264,63 @@ def _groups_may_be_added() -> None:
         pair.compare()
 
 
+def _gradients_of_others_are_stepped_by_step() -> None:
+    """step() steps gradients that no backward has brought, as torch's state dicts need."""
+    pair = Pair()
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.1 * number)
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.compare()
+    pair.train(2)
+    states = [
+        get_optimizer_state_dict(model, optimizer)
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True)
+    ]
+    fresh = Pair()
+    for model, optimizer, state in zip(fresh.models, fresh.optimizers, states, strict=True):
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+    assert len(fresh.optimizers[0].state) == len(list(fresh.models[0].parameters()))
+    fresh.train(2)
+
+
+def _optimizers_may_be_detached() -> None:
+    pair = Pair()
+    pair.train(2)
+    pair.optimizers[0].detach()
+    for _ in range(2):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            pair.loss(model).backward()
+            assert all(param.grad is not None for param in model.parameters())
+            fsdp_ext.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.compare()
+    pair.optimizers[0].attach(pair.models[0])
+    pair.train(2)
+
+
+class Teacher(Stack):
+    """A checkpoint runs some blocks without gradients first, and again with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def segment(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                hint = self.blocks[1](x)
+            return self.blocks[0](x) + hint
+
+        x = checkpoint(segment, self.stem(x), use_reentrant=False)
+        return self.head(self.blocks[1](x))
+
+
+def _early_reductions_without_gradients() -> None:
+    Pair(Teacher).train()
+    Pair(Teacher, bucket_bytes=0).train()
+
+
 def _checked_steps() -> None:
-    pair = Pair(check_every=1)
-    pair.train(3)
-    for model in pair.models:
-        fsdp_ext.health(model)
+    Pair(check_every=1).train(3)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +336,9 @@ def _checked_steps() -> None:
         (_other_parameters_keep_their_gradients, 2),
         (_a_part_of_a_model, 2),
         (_groups_may_be_added, 2),
+        (_gradients_of_others_are_stepped_by_step, 2),
+        (_optimizers_may_be_detached, 2),
+        (_early_reductions_without_gradients, 2),
         (_checked_steps, 2),
         pytest.param(_all_models, 3, marks=pytest.mark.exhaustive),
         pytest.param(_all_settings, 1, marks=pytest.mark.exhaustive),
@@ -297,8 +359,18 @@ def _errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="without sharded parameters of this optimizer"):
         optimizer.attach(nn.Linear(2, 2))
     pair.train(1)
-    with pytest.raises(RuntimeError, match="gradients no longer exist"):
-        fsdp_ext.clip_grad_norm_(model, 1.0)
+    for refused in (fsdp_ext.health, partial(fsdp_ext.clip_grad_norm_, max_norm=1.0)):
+        with pytest.raises(RuntimeError, match="gradients no longer exist"):
+            refused(model)
+    with pytest.raises(ValueError, match="an attached optimizer steps in backward"):
+        fsdp_ext.tune(model, torch.ones(4, 10))
+    with pytest.raises(TypeError, match=r"Pass the model, a torch\.nn\.Module"):
+        optimizer.attach([model])
+    hooked = Stack()
+    fully_shard(hooked)
+    next(hooked.parameters()).register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(ValueError, match="would find no gradient"):
+        adam(hooked.parameters()).attach(hooked)
     flat = fsdp_ext.FullyShardedDataParallel(Stack(), use_orig_params=False)
     with pytest.raises(ValueError, match="has a flat parameter"):
         adam(flat.parameters()).attach(flat)

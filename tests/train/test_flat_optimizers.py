@@ -249,7 +249,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def runs_of(optimizer: Any) -> list[Any]:
     """Return the runs that the last step took."""
-    return [run for group in optimizer._rest.groups for run in group._runs.runs]
+    return [run for group in optimizer._every.groups for run in group._runs.runs]
 
 
 def _states_are_those_of_torch() -> None:
@@ -381,7 +381,7 @@ def _a_first_step_may_have_no_gradients() -> None:
 def _a_parameter_without_gradient_keeps_no_run() -> None:
     pair = Pair()
     pair.train(2)
-    (group,) = pair.ours._rest.groups  # type: ignore[attr-defined]
+    (group,) = pair.ours._every.groups  # type: ignore[attr-defined]
     averages = [states["exp_avg"] for _, states in group._states]
     param = next(pair.models[0].parameters())
 

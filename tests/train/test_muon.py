@@ -294,6 +294,9 @@ def _other_parameters_are_refused() -> None:
     model, _ = sharded()
     with pytest.raises(ValueError, match="2D parameters"):
         Muon(model.parameters())
+    model.stem.weight.grad = torch.ones(10, 10)
+    with pytest.raises(TypeError, match="a plain tensor as gradient"):
+        Muon([model.stem.weight]).step()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ bool has_gradients(const Unit& unit) {
 
 void Reducer::check_updates(const Units& units) {
   for (const Unit* unit : units) {
-    const bool is_updated = unit->update != nullptr && unit->gradients.is_reduced();
+    const std::vector<char>& used = unit->gradients.used();
+    const bool is_updated =
+        unit->update != nullptr && std::find(used.begin(), used.end(), 1) != used.end();
     FSDP_CHECK(!is_updated || !has_gradients(*unit), "Unit '", unit->name,
                "' got more gradients after its attached optimizer had stepped it in this backward. "
                "Call step() after backward instead of attaching the optimizer.");

@@ -95,10 +95,16 @@ def health(model: nn.Module) -> Health:
 
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
-        RuntimeError: before the first forward, while reductions are in flight, or if gradients of
-            a backward without gradient sync are not reduced yet.
+        RuntimeError: before the first forward, while reductions are in flight, if gradients of a
+            backward without gradient sync are not reduced yet, or if an attached optimizer has used
+            the gradients up.
     """
     root = running_root(model, "health")
+    if any(unit.settings.update is not None for unit in root.units):
+        raise RuntimeError(
+            "health got a model that an attached optimizer steps in backward, so its gradients no "
+            "longer exist. Call detach() of the optimizer before the backward to look at."
+        )
     if not root.units[0].settings.waits_for_reductions:
         raise RuntimeError(
             "health needs reduced gradients, but the model's backward does not wait for them. Call "
