@@ -211,6 +211,11 @@ NOT_SEEN = {
     "device_.timeout(), bucket.reduction.label);": "only ranks without GPUs get there",
     "core/reduce/reducer_updates.cpp finish_updates: ledger_.wait("
     "*bucket.reduction.reduced_, bucket.reduction.label, Work::WaitForReduction,": BESIDE,
+    "core/reduce/reducer_updates.cpp end_updates: "
+    "stream.wait(*reduction.reduced_, reduction.label);": (
+        "a later reduction has ordered the stream behind the compute stream, which has waited; "
+        "only the last bucket of a backward needs it"
+    ),
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize();": NOT_PINNED,
     "core/reduce/nonfinite_gradients.cpp find: compute.synchronize(); (2)": NO_TEST,
     "core/reduce/reducer.cpp begin_packing: "

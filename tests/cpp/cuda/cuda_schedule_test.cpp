@@ -422,9 +422,8 @@ class Stepping final : public UnitUpdate {
 
 // Note [updates in backward]
 TEST(CudaReductions, UpdatesInBackwardAreOrderedWithGathersAndReductions) {
-  for (const Setting setting :
-       {Setting{2, 300, 1}, Setting{2, 300, 2, 5}, Setting{2, 300, 1, 3, 2},
-        Setting{2, kDirectBytes, 1, 0, 2}, Setting{1, 300, 1, 0, 2}}) {
+  for (const Setting setting : {Setting{2, 300, 1}, Setting{2, 300, 2, 5}, Setting{2, 300, 1, 3, 2},
+                                Setting{2, kDirectBytes, 1, 0, 2}, Setting{1, 300, 1, 0, 2}}) {
     on_ranks(setting, [&](Rank& rank, int r) {
       const float mean = mean_of(setting.ranks(), 0);
       std::vector<std::shared_ptr<Stepping>> updates;
@@ -436,9 +435,9 @@ TEST(CudaReductions, UpdatesInBackwardAreOrderedWithGathersAndReductions) {
       for (int step = 0; step < 4; ++step) {
         rank.backward(rank.forward(), static_cast<float>(r + 1), [&](int) {
           const auto& buckets = rank.pipeline->buckets();
-          const auto with_gradients = std::count_if(
-              buckets.begin(), buckets.end(),
-              [](const auto& bucket) { return !bucket->has_lent_gradients(); });
+          const auto with_gradients =
+              std::count_if(buckets.begin(), buckets.end(),
+                            [](const auto& bucket) { return !bucket->has_lent_gradients(); });
           EXPECT_LE(step == 0 ? 0 : with_gradients, 2);
         });
       }
