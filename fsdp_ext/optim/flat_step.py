@@ -139,11 +139,11 @@ class FlatStep(Optimizer):
         before = part.groups
         part.params += [[]] * (len(self.param_groups) - len(part.params))
         self._step(part)
-        for group in part.params:
-            for param in group:
-                param.grad = None
+        params = [param for group in part.params for param in group]
+        for param in params:
+            param.grad = None
         is_same = len(before) == len(part.groups) and all_same(before, part.groups)
-        if not is_same and torch.cuda.is_available():
+        if not is_same and params[0].is_cuda:
             # States were copied on the stream of the reduction. Backward must not get the memory of
             # the old ones before that.
             torch.cuda.current_stream().synchronize()
