@@ -53,7 +53,8 @@ WORKS = {
         Work("verify finds faults", verify.verify_in_any_order),
     ],
     "optimizers": [
-        Work("attached, models", attached._all_models),
+        Work("attached, models", attached._models),
+        Work("attached, more models", attached._more_models),
         Work("attached, settings", attached._all_settings),
         Work("attached, accumulation", attached._accumulation),
         Work("attached, two backwards", attached._two_backwards),

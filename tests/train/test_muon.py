@@ -86,7 +86,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=3)
+@each(CASES, every=4)
 def test_muon_steps_as_unsharded_and_as_under_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
 
