@@ -66,7 +66,10 @@ def drop_some_gradients(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss,)
 
 
-by_columns = {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
+def last_dimension(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
 CASE = partial(Case, step=train_step, optimizer=matrices)
 CASES = [
     CASE("Muon", Stack),
@@ -74,7 +77,7 @@ CASES = [
     CASE("few rows", FewRows),
     CASE("a learning rate as for AdamW", Stack,
          optimizer=partial(matrices, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)),
-    CASE("matrices sharded by columns", FewRows, options=by_columns),
+    CASE("matrices sharded by columns", FewRows, options={"shard_placement_fn": last_dimension}),
     CASE("parameter groups", Stack, optimizer=in_groups),
     CASE("empty matrices", EmptyParameter,
          fsdp2_fails="torch's pack expects non-empty tensors"),
