@@ -47,7 +47,8 @@ struct StepChecksum {
 };
 
 // Counts the steps of a root and says which of them are checked.
-// A TorchRoot that replaces another one of the model takes over its checks, so the count continues.
+// When a model gets a new TorchRoot, that takes over the checks of the old one, so the count
+// continues.
 class StepChecks {
  public:
   // `compare` is a weak reference to a method that takes the number of a step and the numbers of

@@ -14,6 +14,7 @@ next.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -29,7 +30,7 @@ from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
-from fsdp_ext.sharding.root.unit import owners_of, units_alive
+from fsdp_ext.sharding.root.unit import Unit
 
 
 class FlatStep(Optimizer):
@@ -74,33 +75,18 @@ class FlatStep(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(self._part_of_step())
-        return loss
-
-    def _part_of_step(self) -> _Part:
-        """Return the parameters to step: all, or those that no backward has stepped."""
         # Copies and unpickled optimizers have PyTorch's attributes only.
         own = vars(self)
-        groups = [group["params"] for group in self.param_groups]
-        attached: set[Any] = own.get("_attached", set())
-        if not attached or any(map(_has_grad, attached)):  # gradients that no backward brought
-            every: _Part = own.setdefault("_every", _Part(watches_all=True))
-            every.params = groups
-            return every
-        if hasattr(self, "found_inf"):
+        if own.get("_attached") and hasattr(self, "found_inf"):
             raise RuntimeError(
                 "step got a GradScaler, but this optimizer is attached, so it has stepped in "
                 "backward with scaled gradients. Call step() after backward instead of attaching "
                 "the optimizer."
             )
-        rest: _Part = own.setdefault("_rest", _Part(watches_all=True))
-        # Only if groups have changed, since looking up each parameter takes time.
-        params = [each for group in groups for each in group]
-        noted: list[Any] = own.get("_noted", [])
-        if len(params) != len(noted) or not all_same(params, noted):
-            rest.params = [[each for each in group if each not in attached] for group in groups]
-            self._noted: list[Any] = params
-        return rest
+        every: _Part = own.setdefault("_every", _Part(watches_all=True))
+        every.params = [group["params"] for group in self.param_groups]
+        self._step(every)
+        return loss
 
     def attach(self, model: nn.Module) -> None:
         """Step each unit of ``model`` in backward, as soon as its gradients are reduced.
@@ -121,19 +107,15 @@ class FlatStep(Optimizer):
                 has a flat parameter, tensor extensions or hooks behind gradient accumulation.
         """
         groups = [group["params"] for group in self.param_groups]
-        attached: set[Any] = vars(self).setdefault("_attached", set())
+        attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         for unit, own in units_to_attach(model, groups).items():
             part = _Part([[each for each in group if each in own] for group in groups])
             change([unit], update=partial(self._step_in_backward, part))
-            attached |= own
-        self._noted = []
+            attached.add(unit)
 
     def detach(self) -> None:
         """Let only ``step()`` step parameters from now on, after :meth:`attach`."""
-        owners = owners_of(units_alive())
-        attached: set[Any] = vars(self).pop("_attached", set())
-        for unit in {owners[param] for param in attached if param in owners}:
-            change([unit], update=None)
+        change([*vars(self).pop("_attached", ())], update=None)
 
     def _step_in_backward(self, part: _Part) -> None:
         before = part.groups
@@ -168,10 +150,6 @@ class FlatStep(Optimizer):
                 group["params"] = before
                 found.end_step(states)
             part.note(states)
-
-
-def _has_grad(param: Any) -> bool:
-    return param.grad is not None
 
 
 class _Part:

@@ -140,7 +140,7 @@ class profile(Recording):
             members = bucket["units"]
             self.buckets[members[0], members[-1]] = members
 
-    # - All ranks
+    # - Results of all ranks
 
     def merge(self, timelines: bool = True) -> profile:
         """Find the straggler of each collective. All ranks of the mesh call this.

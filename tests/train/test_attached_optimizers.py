@@ -98,17 +98,37 @@ class Pair:
         loss: Tensor = model.loss(model(*args, **kwargs))
         return loss
 
-    def train(self, steps: int = 4, backward: Callable[[Any, Any], None] | None = None) -> None:
+    def train(
+        self,
+        steps: int = 4,
+        backward: Callable[[Any, Any], None] | None = None,
+        step: Callable[[int], None] | None = None,
+        left: Callable[[Tensor], bool] = lambda param: False,
+    ) -> None:
+        """Train both models.
+
+        Args:
+            steps: the number of steps.
+            backward: runs the backwards of a step, for this pair and one of its models.
+            step: called before each optimizer's step, with the number of the model.
+            left: whether a parameter of the first model has a gradient then.
+        """
         for _ in range(steps):
-            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            for number, (model, optimizer) in enumerate(
+                zip(self.models, self.optimizers, strict=True)
+            ):
                 if backward is None:
                     self.loss(model).backward()
                 else:
                     backward(self, model)
-                if optimizer is self.optimizers[0]:
-                    assert all(param.grad is None for param in model.parameters())
+                if number == 0:
+                    assert all(
+                        (param.grad is not None) == left(param) for param in model.parameters()
+                    )
+                if step is not None:
+                    step(number)
                 optimizer.step()
-                optimizer.zero_grad()
+                model.zero_grad()
             self.compare()
 
     def compare(self) -> None:
@@ -178,12 +198,7 @@ def _accumulation() -> None:
 
 
 def _two_backwards() -> None:
-    pair = Pair()
-    for _ in range(3):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            without_a_wait(pair, model)
-            optimizer.zero_grad()
-        pair.compare()
+    Pair().train(3, without_a_wait)
 
 
 def _replicas() -> None:
@@ -216,15 +231,7 @@ def _other_parameters_keep_their_gradients() -> None:
         SGD([each for each in model.parameters() if each.ndim == 1], lr=0.1, foreach=True)
         for model in pair.models
     ]
-    for _ in range(3):
-        for model, optimizer, other in zip(pair.models, pair.optimizers, others, strict=True):
-            pair.loss(model).backward()
-            vectors = [param for param in model.parameters() if param.ndim == 1]
-            assert all(param.grad is not None for param in vectors)
-            for each in (optimizer, other):
-                each.step()
-                each.zero_grad()
-        pair.compare()
+    pair.train(3, step=lambda number: others[number].step(), left=lambda param: param.ndim == 1)
 
 
 def _a_part_of_a_model() -> None:
@@ -240,31 +247,17 @@ def _a_part_of_a_model() -> None:
     torch.manual_seed(0)
     model.load_state_dict(copy.deepcopy(pair.models[1].state_dict()))
     pair.models[0], pair.optimizers[0] = model, optimizer
-    for _ in range(3):
-        for each, its in zip(pair.models, pair.optimizers, strict=True):
-            pair.loss(each).backward()
-            its.step()
-            its.zero_grad()
-        pair.compare()
+    stepped = {*model.blocks[0].parameters(), *model.blocks[2].parameters()}
+    pair.train(3, left=lambda param: param not in stepped)
 
 
 def _groups_may_be_added() -> None:
     pair = Pair(make=lambda parameters: adam([each for each in parameters if each.ndim == 2]))
-    for _ in range(2):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            pair.loss(model).backward()
-            optimizer.step()
-            model.zero_grad()
-        pair.compare()
+    pair.train(2, left=lambda param: param.ndim == 1)
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
         vectors = [param for param in model.parameters() if param.ndim == 1]
         optimizer.add_param_group({"params": vectors, "lr": 0.02})
-    for _ in range(3):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            pair.loss(model).backward()
-            optimizer.step()
-            model.zero_grad()
-        pair.compare()
+    pair.train(3, left=lambda param: param.ndim == 1)
 
 
 def _gradients_of_others_are_stepped_by_step() -> None:
@@ -292,14 +285,8 @@ def _optimizers_may_be_detached() -> None:
     pair = Pair()
     pair.train(2)
     pair.optimizers[0].detach()
-    for _ in range(2):
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            pair.loss(model).backward()
-            assert all(param.grad is not None for param in model.parameters())
-            fsdp_ext.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.compare()
+    clip = partial(fsdp_ext.clip_grad_norm_, max_norm=1.0)
+    pair.train(2, step=lambda number: clip(pair.models[number]), left=lambda param: True)
     pair.optimizers[0].attach(pair.models[0])
     pair.train(2)
 

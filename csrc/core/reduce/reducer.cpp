@@ -172,8 +172,8 @@ void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
   }
 }
 
-// Returns the stream that packs the bucket, ordered after the compute stream. Packing into the
-// accumulated gradients also waits for all messages that read them.
+// Returns the stream that packs the bucket, ordered after the compute stream. If it packs into the
+// accumulated gradients, it also waits for all messages that read them.
 Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
   Stream& before = streams_.before(packs_apart(bucket));
   if (packs_apart(bucket)) {

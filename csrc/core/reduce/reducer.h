@@ -41,17 +41,17 @@
 //
 // Note [lent gradients]
 // Activations need the most memory where backward begins, and no sharded gradient exists there yet.
-// So on a GPU, the reducer *lends* gradients at the start of a training forward and of a backward,
-// and behind an update in backward (Note [updates in backward] in core/reduce/unit_update.h): it
-// frees the memory of each flat gradient of which nothing is in .grad and nothing is held by the
-// user. The caching allocator can then use that memory for activations. When the bucket is reduced,
-// memory is allocated again, from the allocator's cache.
-// The allocator has a pool for each stream. Freed memory returns to the pool that it came from
-// (Unit::gradient_stream). New memory comes from the pool of the stream that lent it, whatever
-// stream is current then.
-// Some gradients are never lent: registered ones (Note [shards and gradients in windows]),
-// offloaded ones, those of a model whose step a CUDA graph has captured, and those whose flat
-// gradient the user has asked for.
+// So on a GPU, the reducer *lends* gradients: it frees the memory of a flat gradient if none of its
+// parts is in .grad or held by the user. It does so at the start of a training forward and of a
+// backward, and after an update in backward (Note [updates in backward] in
+// core/reduce/unit_update.h). The caching allocator can then use that memory for activations. When
+// the bucket is reduced, memory is allocated again, from the allocator's cache.
+// The allocator has a pool for each stream. Freed memory returns to the pool of the stream that it
+// was allocated for (Unit::gradient_stream). New memory comes from the pool of the stream that was
+// current when the gradient was lent, even if another stream is current now.
+// Four kinds of gradients are never lent: registered gradients (Note [shards and gradients in
+// windows]), offloaded gradients, all gradients of a model with a step in a CUDA graph, and
+// gradients whose flat gradient the user has asked for.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
@@ -203,11 +203,9 @@ class Reducer {
   void apply_hook(const Reduction& reduction, void* reduced);
   static void check_updates(const Units& units);
   void update(const Reduction& reduction);
-  void issue_updates(Bucket& bucket, const Units& units, Stream& stream);
+  void run_updates(Bucket& bucket, const Units& units, Stream* stream, bool is_end);
   // Finishes updates until at most `most` buckets have one in flight.
   void finish_updates(std::size_t most);
-  void run_updates(Bucket& bucket);
-  static void run_update(Unit& unit, Stream* stream);
   static void discard_updates(const Bucket& bucket);
   bool send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
                     std::size_t numel);

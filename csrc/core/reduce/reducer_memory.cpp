@@ -72,7 +72,7 @@ void Reducer::prepare_output(std::size_t bytes) {
 void Reducer::place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::vector<Lane::Movable> gradients;
   for (const auto& bucket : buckets) {
-    // The scale may change before memory is planned again.
+    // With any scale, because the scale may change before memory is planned again.
     if (lane_.registers_gradients() && bucket->mesh == nullptr && bucket->gradient_bytes() > 0 &&
         reduces_in_place(bucket->layout, /*post_scale=*/1.0)) {
       gradients.push_back({bucket->flat_gradient(), bucket->gradient_bytes(),

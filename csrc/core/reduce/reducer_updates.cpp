@@ -37,63 +37,54 @@ void Reducer::update(const Reduction& reduction) {
   }
   updated_.push_back(&reduction.bucket);
   if (!device_.is_host()) {
-    issue_updates(reduction.bucket, reduction.units, reduction.after);
+    run_updates(reduction.bucket, reduction.units, &reduction.after, /*is_end=*/false);
   }
 }
 
-// After an error, too, work that was issued uses the gradients.
-void Reducer::issue_updates(Bucket& bucket, const Units& units, Stream& stream) {
-  const bool has_peers = route_of(bucket) != Route::Local;
+// Before the end of backward, units that miss gradients are left out. `stream` is null on the host.
+void Reducer::run_updates(Bucket& bucket, const Units& units, Stream* stream, bool is_end) {
+  const bool has_all = is_end || route_of(bucket) == Route::Local;
+  const auto record = [&] {
+    if (stream != nullptr) {
+      stream->record(*bucket.reduction.reduced_);
+    }
+  };
   try {
     for (Unit* unit : units) {
-      if (!has_peers || !unit->gradients.misses_gradients()) {
-        run_update(*unit, &stream);
+      if (unit->updates.is_awaited && (has_all || !unit->gradients.misses_gradients())) {
+        unit->updates.count += 1;
+        unit->update->run(stream);
+        unit->updates.is_awaited = false;
       }
     }
   } catch (...) {
-    stream.record(*bucket.reduction.reduced_);
+    record();  // work that was issued before the error reads gradients, too
     throw;
   }
-  stream.record(*bucket.reduction.reduced_);
-}
-
-void Reducer::run_update(Unit& unit, Stream* stream) {
-  if (unit.updates.is_awaited) {
-    unit.updates.count += 1;
-    unit.update->run(stream);
-    unit.updates.is_awaited = false;
-  }
+  record();
 }
 
 void Reducer::finish_updates(std::size_t most) {
   while (updated_.size() > most) {
     Bucket& bucket = *updated_.front();
     updated_.erase(updated_.begin());
+    BucketReduction& reduction = bucket.reduction;
     if (device_.is_host()) {
-      run_updates(bucket);
+      {
+        const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction,
+                          bucket.numbers());
+        reduction.reduced_->synchronize(device_.timeout(), reduction.label);
+      }
+      run_updates(bucket, bucket.units, nullptr, /*is_end=*/false);
     } else if (may_lend_ && !device_.is_capturing()) {
-      if (bucket.reduction.is_pending_) {
-        ledger_.wait(*bucket.reduction.reduced_, bucket.reduction.label, Work::WaitForReduction,
+      if (reduction.is_pending_) {
+        ledger_.wait(*reduction.reduced_, reduction.label, Work::WaitForReduction,
                      bucket.numbers());
         wait_for_reduction(bucket);
       }
       if (may_lend(bucket)) {
         lend(bucket);
       }
-    }
-  }
-}
-
-// On the host. Units that miss gradients are left for the end of backward.
-void Reducer::run_updates(Bucket& bucket) {
-  {
-    const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction, bucket.numbers());
-    bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);
-  }
-  const bool has_peers = route_of(bucket) != Route::Local;
-  for (Unit* unit : bucket.units) {
-    if (!has_peers || !unit->gradients.misses_gradients()) {
-      run_update(*unit, nullptr);
     }
   }
 }
@@ -106,20 +97,13 @@ void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
     }
     Bucket& bucket = *unit->bucket;
     BucketReduction& reduction = bucket.reduction;
-    if (device_.is_host()) {
-      run_update(*unit, nullptr);
-      continue;
+    Stream* stream = nullptr;
+    if (!device_.is_host()) {
+      stream = sums(route_of(bucket)) ? &replicas_->stream() : &streams_.messages();
+      stream->wait(*reduction.reduced_, reduction.label);
+      reduction.is_pending_ = true;
     }
-    Stream& stream = sums(route_of(bucket)) ? replicas_->stream() : streams_.messages();
-    stream.wait(*reduction.reduced_, reduction.label);
-    reduction.is_pending_ = true;
-    try {
-      run_update(*unit, &stream);
-    } catch (...) {
-      stream.record(*reduction.reduced_);
-      throw;
-    }
-    stream.record(*reduction.reduced_);
+    run_updates(bucket, {unit.get()}, stream, /*is_end=*/true);
   }
 }
 

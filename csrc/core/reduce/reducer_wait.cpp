@@ -39,7 +39,7 @@ void Reducer::wait_for_reduction(Bucket& bucket) {
   }
 }
 
-// The compute stream waits for gradients on the device, and the host for those of its own memory.
+// The compute stream waits for gradients on the device. The host waits for offloaded gradients.
 void Reducer::wait_for_gradients(const Bucket& bucket) {
   if (bucket.layout.is_offloaded()) {
     bucket.reduction.reduced_->synchronize(device_.timeout(), bucket.reduction.label);

@@ -45,7 +45,7 @@ class UnitGradients {
   // For each parameter, whether this backward has reduced a gradient of this rank.
   const std::vector<char>& used() const { return used_; }
   bool is_reduced() const { return is_reduced_; }  // in this backward
-  // Whether this backward has reduced the unit, and this rank did not use all of its parameters.
+  // Whether this backward has reduced the unit although this rank has not used every parameter.
   bool misses_gradients() const {
     return is_reduced_ && std::find(used_.begin(), used_.end(), 0) != used_.end();
   }

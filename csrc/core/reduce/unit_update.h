@@ -1,20 +1,23 @@
-// Steps of an attached optimizer, which update a unit's shard in backward.
+// How an attached optimizer updates a unit's shard in backward.
 //
 // Note [updates in backward]
-// An attached optimizer (fsdp_ext/optim/attached.py) updates a unit's shard while backward computes
-// the rest. The update finds gradients in .grad of the sharded parameters, and removes those that
-// it has used. On a GPU it is issued to the stream of the reduction, and the bucket's `reduced`
-// event is recorded behind it. A wait for the reduction therefore includes the update. On the host,
-// the update runs on backward's thread: on a lane's thread, Python might free a model, and freeing
-// it waits for that thread. Before a bucket is reduced, the update of the last bucket but one is
-// finished: the host runs it, and a GPU waits for it and lends the gradients' memory (Note [lent
-// gradients] in core/reduce/reducer.h). So two buckets have gradients at a time. A unit whose
-// gradients this rank did not all use is updated at the end of backward, because other ranks may
-// have used them (Note [parameters that some ranks do not use] in core/agree/backward_exchange.h).
-// Backward refuses a unit whose shard was updated since its forward: its gradient would belong to
-// other weights. It also refuses more gradients of a unit behind its update, because each update
-// would see only a part of the gradient. After a backward that failed, units that were not updated
-// yet lose their gradients.
+// An attached optimizer (fsdp_ext/optim/attached.py) updates a unit as soon as its gradients are
+// reduced, while backward computes gradients of other units. The update reads .grad of the sharded
+// parameters, and then sets it to None.
+// On a GPU, the update is issued to the stream of the reduction. The bucket's `reduced` event is
+// recorded after it, so a wait for the reduction includes the update. On the host, the update runs
+// on backward's thread and not on the lane's. On the lane's thread, Python might free a model, and
+// freeing a model waits for the lane's thread.
+// Two buckets have gradients at a time: before the third one is reduced, the update of the first
+// one is finished. The host runs it then. A GPU waits for it and lends the gradients' memory (Note
+// [lent gradients] in core/reduce/reducer.h).
+// If this rank did not use all parameters of a unit, the unit is updated at the end of backward,
+// because other ranks may have used them (Note [parameters that some ranks do not use] in
+// core/agree/backward_exchange.h).
+// Backward raises if a unit was updated after its forward, because the gradient would belong to
+// other weights. It also raises if an updated unit gets more gradients in the same backward,
+// because each update would see only a part of the gradient. After a failed backward, units that
+// were not updated lose their gradients.
 #pragma once
 
 #include <cstdint>

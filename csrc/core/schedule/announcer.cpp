@@ -4,9 +4,9 @@
 
 namespace fsdp {
 
-// Ranks of another mesh may send other sizes, and may cut a bucket into more or fewer pieces: Note
-// [several meshes]. All ranks compare one history, so it has one entry for all pieces of such a
-// bucket, without their sizes.
+// All ranks compare one history of collectives. Ranks of another mesh may send messages of other
+// sizes, and cut a bucket into more or fewer pieces (Note [several meshes]). So the history has one
+// entry for all pieces of a bucket on another mesh, without their sizes.
 void Announcer::announce(const Bucket& bucket, const NextMessage& message) {
   const bool of_group = message.op == Collective::GroupAllGather;
   const bool gathers = message.op == Collective::AllGather || of_group;

@@ -26,7 +26,7 @@ struct NextMessage {
 
 class Announcer {
  public:
-  // All of these outlive this. The options and the passes may change.
+  // The arguments outlive the announcer. Options and passes may change between announcements.
   Announcer(const PipelineOptions& options, const Passes& passes, OrderCheck& order_check,
             Ledger& ledger)
       : options_(options), passes_(passes), order_check_(order_check), ledger_(ledger) {}

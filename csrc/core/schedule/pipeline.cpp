@@ -224,12 +224,10 @@ void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
 void Pipeline::pre_backward(int number, CallId call) try {
   Unit& unit = this->unit(number);
   FSDP_CHECK(unit.update == nullptr || unit.updates.count == unit.updates.in_forward,
-             "Backward of "
-             "unit '",
-             unit.name,
-             "' came after its attached optimizer had stepped it, so its "
-             "gradient would belong to other weights. Run one backward for each forward, or call "
-             "step() after backward instead of attaching the optimizer.");
+             "Backward of unit '", unit.name,
+             "' came after its attached optimizer had stepped it, so its gradient would belong to "
+             "other weights. Run one backward for each forward, or call step() after backward "
+             "instead of attaching the optimizer.");
   if (unit.backward.has_gathers()) {
     take_steps(backward_order_.until_gather(call));
   }
