@@ -11,8 +11,6 @@ with the unsharded ones; "differs by" is the largest difference, relative to the
 from __future__ import annotations
 
 import argparse
-import random
-import time
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ import fsdp_ext.optim
 from bench.harness import ranks
 from bench.harness.output import print_table
 from bench.harness.runner import Keep
-from bench.harness.timing import Timing, as_microseconds
+from bench.harness.timing import Timing, as_microseconds, time_in_turns
 
 RANKS = 2
 WARMUP = 2
@@ -57,14 +55,12 @@ class System:
             param.grad = placed(value)
         self.optimizer = kind(self.params, lr=1e-3)
 
-    def timed_step(self) -> float:
-        """Return the seconds of a step."""
+    def step(self) -> None:
+        """Step together with the other ranks, until the device has finished."""
         dist.barrier()
-        start = time.perf_counter()
         self.optimizer.step()
         if self.params[0].is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     def whole(self) -> list[torch.Tensor]:
         """Return the whole matrices."""
@@ -87,15 +83,12 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         "fsdp_ext": System(fsdp_ext.optim.Muon, values, mesh),
         "unsharded": System(torch.optim.Muon, values, None),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    order = random.Random(0)
-    for turn in range(WARMUP + repeats):
-        for name in order.sample(list(systems), len(systems)):
-            taken = torch.tensor(systems[name].timed_step(), dtype=torch.float64, device=device)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            if turn >= WARMUP:
-                seconds[name].append(taken.item())
-    timings = {name: Timing.of(found) for name, found in seconds.items()}
+    taken = time_in_turns({name: system.step for name, system in systems.items()}, repeats, WARMUP)
+    timings = {}
+    for name, own in taken.items():
+        slowest = torch.tensor(own, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        timings[name] = Timing.of(slowest.tolist())
     expected = systems["unsharded"].whole()
     for name, system in systems.items():
         pairs = zip(system.whole(), expected, strict=True)

@@ -11,8 +11,8 @@ namespace fsdp {
 // fit may end within one.
 std::string valid_utf8(std::string_view text);
 
-// Returns the text in `memory`, which ends at the first zero or after `size` bytes. Bytes that are no
-// UTF-8 become question marks, and so do control characters except line breaks.
+// Returns the text in `memory`, which ends at the first zero or after `size` bytes. Bytes that are
+// no UTF-8 become question marks, and so do control characters except line breaks.
 std::string text_in(const char* memory, std::size_t size);
 
 }  // namespace fsdp

@@ -207,12 +207,14 @@ NOT_SEEN = {
     "core/reduce/reducer_memory.cpp prepare_output: replicas_->synchronize();": NO_TEST,
     "core/reduce/reducer_wait.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
-    "core/reduce/reducer_updates.cpp run_updates: bucket.reduction.reduced_->synchronize("
-    "device_.timeout(), bucket.reduction.label);": "only ranks without GPUs get there",
+    "core/reduce/reducer_updates.cpp finish_updates: "
+    "reduction.reduced_->synchronize(device_.timeout(), reduction.label);": (
+        "only ranks without GPUs get there"
+    ),
     "core/reduce/reducer_updates.cpp finish_updates: ledger_.wait("
-    "*bucket.reduction.reduced_, bucket.reduction.label, Work::WaitForReduction,": BESIDE,
+    "*reduction.reduced_, reduction.label, Work::WaitForReduction,": BESIDE,
     "core/reduce/reducer_updates.cpp end_updates: "
-    "stream.wait(*reduction.reduced_, reduction.label);": (
+    "stream->wait(*reduction.reduced_, reduction.label);": (
         "a later reduction has ordered the stream behind the compute stream, which has waited; "
         "only the last bucket of a backward needs it"
     ),
