@@ -56,7 +56,7 @@ class MuonStep(torch.optim.Muon):
         return loss
 
     def _place_as_params(self, params: list[Any], grads: list[Any], momenta: list[Any]) -> None:
-        """Redistribute gradients, and momenta made from them, with placements of their own."""
+        """Redistribute gradients and momenta whose placements differ from the parameter's."""
         for i, (param, grad, momentum) in enumerate(zip(params, grads, momenta, strict=True)):
             if isinstance(param, DTensor) and not isinstance(grad, DTensor):
                 raise TypeError(
