@@ -11,8 +11,8 @@ raises, dies or hangs ends the call with `RanksFailed`, which carries the ranks'
 output. The pool of a failed call is killed, and the next call starts a new one. Calls that change
 what isolation.py cannot restore ask for processes of their own with `fresh=True`.
 
-Ranks are forked from a server process that has imported torch once, so a rank starts in
-milliseconds.
+Ranks are forked from a server process that has imported torch and fsdp_ext once
+(support/preloaded.py), so a rank starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import pytest
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -41,16 +44,15 @@ from support.rank_process import GRACE_S, Call, Place
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-# Every rank would otherwise spend seconds on these imports. numpy and dynamo are what
-# torch.distributed's own FSDP imports with its first use.
-_PRELOAD = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
+# The server's PYTHONPATH is the tests' `sys.path`. This variable has the PYTHONPATH of ranks.
+OF_RANKS = "FSDP_EXT_TEST_PYTHONPATH"
 _OUTPUT_LINES = 60
 _ENDING_S = 0.3
 # Gives every call new processes, to find out whether an earlier call made this one fail.
 _ALWAYS_FRESH = os.environ.get("FSDP_EXT_TEST_FRESH", "") not in ("", "0")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+_context.set_forkserver_preload(["support.preloaded"])
 _store: dist.TCPStore | None = None
 _run_ids = itertools.count()
 _pools: dict[int, _Pool] = {}
@@ -119,6 +121,14 @@ def run_ranks(
     return [cast(T, pickle.loads(answer)) for answer in answers]
 
 
+def _start_server() -> None:
+    """Start the server, if it does not run yet, with this process's `sys.path` for its imports."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(OF_RANKS, os.environ.get("PYTHONPATH", ""))
+        environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+
+
 def end_pools() -> None:
     """End the processes of all pools.
 
@@ -164,6 +174,7 @@ class _Pool:
         global _store
         if _store is None:
             _store = _new_store()
+            _start_server()
         # Process groups of NCCL tell each other of failures over the store, whatever their prefix.
         self._store = _store if device == "cpu" else _new_store()
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
