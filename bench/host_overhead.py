@@ -5,6 +5,11 @@ unsharded iteration right before it, divided by the number of units. The table h
 repeats and the quartiles. All systems take turns in this process, with one thread. Layers are tiny,
 so that their compute does not hide the overhead.
 
+The part "step" is an iteration with clip_grad_norm_, AdamW's step and zero_grad, beside an
+unsharded iteration with the same. Ours has the clipping and AdamW of fsdp_ext. FSDP2 and the
+unsharded model have PyTorch's, fused. "ours, attached" steps in backward, which rules out clipping,
+so no system of its part, "step, not clipped", clips.
+
 On the CPU the process group is "fake": collectives take no time and move no data, so only the
 host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,
 which issues an iteration to an idle GPU.
@@ -41,8 +46,11 @@ from bench.harness.timing import INDISTINCT, Timing, as_microseconds, includes_z
 
 WORLD_SIZE = 8
 UNITS = 24
+LAYERS = 8  # of a unit, where the size of units does not change
 WIDTH = 8
 BATCH = 2
+LEARNING_RATE = 1e-4
+MAX_NORM = 1.0
 RECORD_LAYERS, RECORD_UNITS = 1, 96  # of the model that measures records: layers a unit, units
 KEPT = 64  # iterations that the ledger keeps, as fsdp_ext.profile does by default
 BLOCK = 20  # iterations of a block that count, after KEPT that do not
@@ -94,10 +102,51 @@ SYSTEMS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
-def timed(model: nn.Module, batch: torch.Tensor) -> float:
-    """Run one iteration; return the seconds of forward and backward on the host."""
+ATTACHED = "ours, attached"
+ITERATION = "iteration"
+STEP = "step"
+UNCLIPPED = "step, not clipped"
+PARTS: dict[str, dict[str, Callable[[nn.Sequential], nn.Module]]] = {
+    ITERATION: SYSTEMS,
+    STEP: {"ours": shard_ours, "FSDP2": shard_fsdp2},
+    UNCLIPPED: {"ours": shard_ours, ATTACHED: shard_ours, "FSDP2": shard_fsdp2},
+}
+
+
+def nothing() -> None:
+    """Update no parameter."""
+
+
+def update_of(name: str, model: nn.Module, part: str) -> Callable[[], None]:
+    """Return what a system does after backward, in an iteration of a part in `PARTS`."""
+    if part == ITERATION:
+        return nothing
+    from fsdp_ext import clip_grad_norm_, optim
+
+    clip: Any = nn.utils.clip_grad_norm_
+    optimizer: Any
+    if name in ("ours", ATTACHED):
+        clip = clip_grad_norm_
+        optimizer = optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    if name == ATTACHED:
+        optimizer.attach(model)
+
+    def update() -> None:
+        if part == STEP:
+            clip(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def timed(model: nn.Module, batch: torch.Tensor, update: Callable[[], None] = nothing) -> float:
+    """Run one iteration; return the seconds of forward, backward and update on the host."""
     start = time.perf_counter()
     model(batch).sum().backward()
+    update()
     taken = time.perf_counter() - start
     model.zero_grad()  # otherwise the next iteration would accumulate gradients
     if batch.device.type == "cuda":
@@ -106,53 +155,57 @@ def timed(model: nn.Module, batch: torch.Tensor) -> float:
 
 
 def build_systems(
-    layers: int, units: int, batch: torch.Tensor
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the sharded models by system, and the errors of systems that cannot run here."""
-    models: dict[str, nn.Module] = {}
+    part: str, layers: int, units: int, batch: torch.Tensor
+) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
+    """Return timed iterations by system, and the errors of systems that cannot run here."""
+    iterations: dict[str, Callable[[], float]] = {}
     errors = {}
-    for name, shard in SYSTEMS.items():
+    for name, shard in PARTS[part].items():
         try:
             model = shard(make_model(layers, units).to(batch.device))
-            timed(model, batch)
-            models[name] = model
+            iteration = partial(timed, model, batch, update_of(name, model, part))
+            iteration()
+            iterations[name] = iteration
         except Exception as error:  # a system that cannot run here is listed with its error
             traceback.print_exc()
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     gc.collect()
-    return models, errors
+    return iterations, errors
 
 
 def measure_size(
-    layers: int, units: int, repeats: int, device: torch.device
+    layers: int, units: int, repeats: int, device: torch.device, part: str = ITERATION
 ) -> list[dict[str, Any]]:
     """Return a row for each system: its overhead a unit, and the ratio to FSDP2's."""
     batch = torch.randn(BATCH, WIDTH, device=device)
-    unsharded = make_model(layers, units).to(device)
-    models, errors = build_systems(layers, units, batch)
-    for model in models.values():
+    model = make_model(layers, units).to(device)
+    unsharded = partial(timed, model, batch, update_of("unsharded", model, part))
+    iterations, errors = build_systems(part, layers, units, batch)
+    for iteration in iterations.values():
         for _ in range(5):
-            timed(unsharded, batch)
-            timed(model, batch)
+            unsharded()
+            iteration()
     order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    added: dict[str, list[float]] = {name: [] for name in models}
+    seconds: dict[str, list[float]] = {name: [] for name in iterations}
+    before: dict[str, list[float]] = {name: [] for name in iterations}
+    added: dict[str, list[float]] = {name: [] for name in iterations}
     for _ in range(repeats):
-        for name in order.sample(list(models), len(models)):
+        for name in order.sample(list(iterations), len(iterations)):
             # An unsharded iteration before each one leaves the same caches to all systems.
-            before = timed(unsharded, batch)
-            seconds[name].append(timed(models[name], batch))
-            added[name].append((seconds[name][-1] - before) / units)
+            before[name].append(unsharded())
+            seconds[name].append(iterations[name]())
+            added[name].append((seconds[name][-1] - before[name][-1]) / units)
     overhead = {name: Timing.of(times) for name, times in added.items()}
     rows = []
-    for name in SYSTEMS:
-        row: dict[str, Any] = {"system": name, "parameters_per_unit": 2 * layers, "units": units}
-        row["device"] = device.type
+    for name in PARTS[part]:
+        row: dict[str, Any] = {"system": name, "part": part}
+        row |= {"parameters_per_unit": 2 * layers, "units": units, "device": device.type}
         if name in errors:
             rows.append({**row, "error": errors[name]})
             continue
         row["overhead_us"] = as_microseconds(overhead[name])
         row["iteration_us"] = as_microseconds(Timing.of(seconds[name]))
+        row["unsharded_us"] = as_microseconds(Timing.of(before[name]))
         if "FSDP2" in overhead:
             row["ratio_to_fsdp2"] = overhead[name].median / overhead["FSDP2"].median
         rows.append(row)
@@ -238,7 +291,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     repeats = 12 if args.quick else 60
     several = 2 * repeats  # the compute of larger units varies more, so they need more repeats
-    sizes = [(8, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]
+    sizes = [(LAYERS, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]
     recorded = ["ours", "ours, two buckets"]
     pairs = 2 * repeats
     if args.quick:  # on an H100, all of it would take more than five minutes
@@ -248,6 +301,9 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         for row in measure_size(layers, units, count, device):
             if "overhead_us" in row:
                 without.setdefault(row["system"], row["overhead_us"]["median"])
+            keep(row)
+    for part in (STEP, UNCLIPPED):
+        for row in measure_size(LAYERS, UNITS, 2 * repeats, device, part):
             keep(row)
     for name in recorded:
         if name in without:
@@ -262,28 +318,35 @@ def show(rows: list[dict[str, Any]]) -> None:
         if "added_us" in row:
             continue
         if "error" in row:
-            table.append([row["system"], str(row["parameters_per_unit"]), row["error"], "", ""])
+            table.append([*of_what(row), row["error"], *[""] * 4])
             continue
-        table.append([row["system"], str(row["parameters_per_unit"]), *cells_of(row)])
+        table.append([*of_what(row), *cells_of(row)])
     on_gpu = rows[0]["device"] == "cuda"
     group = "NCCL with one rank" if on_gpu else f"fake process group of {WORLD_SIZE}"
     print(f"host overhead, {group}, host time alone, one thread")
-    print_table(["system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"], table)
+    headers = ["part", "system", "parameters/unit", "us/unit", "quartiles", "of FSDP2"]
+    print_table([*headers, "us/iteration", "unsharded"], table)
     for row in rows:
         if "added_us" in row:
             print(record_line(row))
 
 
+def of_what(row: dict[str, Any]) -> list[str]:
+    """Return what was measured."""
+    return [row["part"], row["system"], str(row["parameters_per_unit"])]
+
+
 def cells_of(row: dict[str, Any]) -> list[str]:
-    """Return a system's overhead, its quartiles, and its ratio to FSDP2's."""
+    """Return a system's overhead, its quartiles, its ratio to FSDP2's, and whole iterations."""
     overhead, ratio = row["overhead_us"], row.get("ratio_to_fsdp2")
     quartiles = f"{overhead['low']:,.0f} to {overhead['high']:,.0f}"
+    whole = [f"{row[name]['median']:,.0f}" for name in ("iteration_us", "unsharded_us")]
     if includes_zero(overhead):
-        return [INDISTINCT, quartiles, ""]
+        return [INDISTINCT, quartiles, "", *whole]
     times = "" if ratio is None else f"{ratio:.2f}"
     if ratio is not None and 0 < ratio < 0.5:
         times = f"1/{1 / ratio:.0f}"
-    return [f"{overhead['median']:,.0f}", quartiles, times]
+    return [f"{overhead['median']:,.0f}", quartiles, times, *whole]
 
 
 def record_line(row: dict[str, Any]) -> str:
@@ -310,7 +373,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Draw the overhead of a unit over the number of its parameters."""
     points: dict[str, list[tuple[int, float, float, float]]] = {}
     for row in rows:
-        if "overhead_us" in row:
+        if row.get("part") == ITERATION and "overhead_us" in row:
             us = row["overhead_us"]
             point = (row["parameters_per_unit"], us["median"], us["low"], us["high"])
             points.setdefault(row["system"], []).append(point)
