@@ -6,6 +6,7 @@ that were accumulated before a forward fails stay.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from support import models
 from support.launcher import run_ranks
 from support.models import DeliberateFailure, Fragile, FragileUnit
-from support.parity import Case, Run, check, each, train_step
+from support.parity import LONG_STEPS, Case, Run, check, each, train_step
 from torch import Tensor
 
 from fsdp_ext import fully_shard
@@ -126,7 +127,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each([dataclasses.replace(case, steps=LONG_STEPS) for case in CASES], every=2)
 def test_steps_after_an_exception_are_those_of_a_run_without_it(
     case: Case, world_size: int
 ) -> None:

@@ -12,7 +12,7 @@ from support import models
 from support.accumulation import EACH_TIME, LAST_TIME, accumulate
 from support.launcher import run_ranks
 from support.models import Stack
-from support.parity import ROUNDING, Case, Run, check, each
+from support.parity import LONG_STEPS, ROUNDING, Case, Run, check, each
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -190,8 +190,10 @@ CASES = [
     Case("reduced the first and the last time", Stack,
          step=partial(accumulate, (True, False, True))),
     Case("reduced each time, zeroed in place", Stack, step=accumulate_in_place),
-    Case("reduced each time, zeroed every third step", Stack, step=accumulate_for_ever),
-    Case("over steps without sync", Stack, step=accumulate_over_steps_without_sync),
+    Case("reduced each time, zeroed every third step", Stack, step=accumulate_for_ever,
+         steps=LONG_STEPS),
+    Case("over steps without sync", Stack, step=accumulate_over_steps_without_sync,
+         steps=LONG_STEPS),
     Case("unsharded until the last micro-batch", Stack,
          step=partial(accumulate_unsharded, False)),
     Case("unsharded until set_is_last_backward", Stack, step=partial(accumulate_unsharded, True)),

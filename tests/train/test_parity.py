@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support import models
 from support.models import Stack
-from support.parity import ROUNDING, Case, Run, adamw, check, each, train_step
+from support.parity import LONG_STEPS, ROUNDING, Case, Run, adamw, check, each, train_step
 from torch import Tensor
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -155,7 +155,8 @@ CASES = [
     Case("evaluation between forward and backward", Stack,
          step=evaluation_between_forward_and_backward),
     Case("a unit evaluated alone between steps", Stack, step=one_unit_alone_between_steps),
-    Case("requires_grad toggled between steps", Stack, step=toggled_requires_grad),
+    Case("requires_grad toggled between steps", Stack, step=toggled_requires_grad,
+         steps=LONG_STEPS),
     Case("parameters changed in place between steps", Stack, step=change_in_place),
     Case("parameters changed in place between evaluations", Stack,
          step=change_after_forward_only),
