@@ -319,7 +319,7 @@ def test_muon_passes_for_torchs(work: Callable[[], None]) -> None:
 
 
 def _a_rank_steps_alone() -> None:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     param.grad = torch.ones_like(param)
     if dist.get_rank() == 0:
