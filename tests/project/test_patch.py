@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torchs_checkpointing
@@ -338,7 +339,7 @@ def show(where):
 if __name__ == "__main__":
     show("main")
     print(sys.argv[1:], os.path.basename(__file__), os.path.basename(sys.argv[0]), __package__)
-    for method in ("spawn", "forkserver"):
+    for method in sys.argv[2:]:
         process = multiprocessing.get_context(method).Process(target=show, args=(method,))
         process.start()
         process.join()
@@ -347,14 +348,17 @@ if __name__ == "__main__":
 """
 
 
-def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", *exhaustive("forkserver")])
+def test_the_command_runs_a_script_and_the_processes_that_it_starts(
+    tmp_path: Path, method: str
+) -> None:
     (tmp_path / "neighbour.py").write_text("VALUE = 7")
     (tmp_path / "script.py").write_text(SCRIPT)
     script = f"{tmp_path.name}/script.py"
     # PyTorch's own imports warn, which does not concern users of the command.
     strict = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
     done = subprocess.run(
-        [sys.executable, *strict, "-m", "fsdp_ext.patch", script, "-m", "--steps"],
+        [sys.executable, *strict, "-m", "fsdp_ext.patch", script, "-m", method],
         cwd=tmp_path.parent,
         env={**os.environ, "PYTHONPATH": str(Path(fsdp_ext.__file__).parents[1])},
         capture_output=True,
@@ -365,9 +369,8 @@ def test_the_command_runs_a_script_and_the_processes_that_it_starts(tmp_path: Pa
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "main fsdp_ext fsdp_ext 7",
-        "['-m', '--steps'] script.py script.py ",
-        "spawn fsdp_ext fsdp_ext 7",
-        "forkserver fsdp_ext fsdp_ext 7",
+        f"['-m', '{method}'] script.py script.py ",
+        f"{method} fsdp_ext fsdp_ext 7",
     ]
 
 

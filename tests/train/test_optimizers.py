@@ -78,6 +78,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_optimizers_step_as_unsharded_and_as_under_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
