@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.launcher import run_ranks
 from support.matrix import exhaustive
 from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import overlap, predict, step, tune
+from bench import host_overhead, overlap, predict, step, tune
 from bench.models.training import OF_ONE_RANK
 
 pytestmark = pytest.mark.timeout(960)
@@ -198,6 +200,27 @@ def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None
         else:
             assert row.get("error") or row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
         assert name in printed
+
+
+def _overheads_of_steps() -> list[dict[str, Any]]:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    parts = (host_overhead.STEP, host_overhead.UNCLIPPED)
+    cpu = torch.device("cpu")
+    return [row for part in parts for row in host_overhead.measure_size(1, 2, 4, cpu, part)]
+
+
+def test_whole_steps_have_a_host_overhead_for_each_system() -> None:
+    [rows] = run_ranks(_overheads_of_steps, 1)
+    assert not [row["error"] for row in rows if "error" in row]
+    assert [(row["part"], row["system"]) for row in rows] == [
+        ("step", "ours"),
+        ("step", "FSDP2"),
+        ("step, not clipped", "ours"),
+        ("step, not clipped", "ours, attached"),
+        ("step, not clipped", "FSDP2"),
+    ]
+    assert all(row["unsharded_us"]["median"] > 0 for row in rows)
 
 
 # Columns of an overlap row that do not depend on the link.
