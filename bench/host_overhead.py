@@ -343,7 +343,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     whole = [f"{row[name]['median']:,.0f}" for name in ("iteration_us", "unsharded_us")]
     if includes_zero(overhead):
         return [INDISTINCT, quartiles, "", *whole]
-    times = "" if ratio is None else f"{ratio:.2f}"
+    times = "" if ratio is None or ratio < 0 else f"{ratio:.2f}"
     if ratio is not None and 0 < ratio < 0.5:
         times = f"1/{1 / ratio:.0f}"
     return [f"{overhead['median']:,.0f}", quartiles, times, *whole]
