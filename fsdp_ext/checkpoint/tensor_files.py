@@ -1,0 +1,406 @@
+"""Files of named tensors, in the format of safetensors, with checksums.
+
+A file has a length of 8 bytes, a header in JSON, and data. Any reader of safetensors can open it.
+A file of a checkpoint has more in the header's metadata: where each tensor lies in the whole one,
+and a checksum of every block of its data. So a part of a tensor can be read and checked without the
+rest.
+
+The header is written last. A file whose writer was interrupted has none and is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from fsdp_ext.checkpoint import disk
+
+# The name in the file of each dtype, as safetensors has it.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+BLOCK = 1 << 20  # bytes under one checksum
+_WRITE = 8 << 20  # bytes written at once
+_BUFFERS = 512  # pieces of memory written at once; the system allows 1,024
+_PAGE = 4096  # the data begins at a multiple of it
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 512 << 20
+_CHECKSUM = 16  # hexadecimal digits
+_OURS = "fsdp_ext"  # the key of our metadata
+_COMPACT = (",", ":")
+
+Bytes = memoryview
+
+
+class DamagedFileError(ValueError):
+    """A file is not what its writer wrote, or not of this format."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in a file: the whole one, or a box of it.
+
+    Attributes:
+        dtype: its dtype.
+        shape: the shape of the part.
+        whole: the shape of the whole tensor.
+        offset: where the part begins in the whole tensor, in each dimension.
+        begin: where its bytes begin, from the beginning of the file.
+        checksums: of each block of the part; None if the file has none.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    begin: int = 0
+    checksums: str | None = field(default=None, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of_whole(cls, tensor: torch.Tensor) -> Part:
+        """Return the part that a whole tensor is."""
+        shape = tuple(tensor.shape)
+        return cls(tensor.dtype, shape, shape, (0,) * len(shape))
+
+
+# - Memory
+
+
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a contiguous tensor on the host. The caller keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def checksum(data: Bytes | bytes) -> str:
+    """Return the checksum of some bytes."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _blocks(nbytes: int) -> Iterator[slice]:
+    for begin in range(0, nbytes, BLOCK):
+        yield slice(begin, min(begin + BLOCK, nbytes))
+
+
+# - Writing
+
+
+class Writer:
+    """Writes a new file, tensor by tensor.
+
+    Args:
+        path: the file, which must not exist.
+        parts: the tensors, by name, in the order in which they will be added.
+        metadata: the header's metadata without checksums. If it is None, the file is one of a
+            checkpoint: it has checksums, and ``tree``.
+        tree: more for the metadata of a checkpoint's file, as JSON.
+
+    Raises:
+        OSError: the system's own error.
+        TypeError: if the format has no name for a dtype.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parts: Mapping[str, Part],
+        tree: Any = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._tree = tree
+        self._metadata = metadata
+        self._checksums = {name: "0" * _digits(part.nbytes) for name, part in parts.items()}
+        self._start = _round_up(len(self._header()), _PAGE)
+        self._names = iter(parts)
+        self._position = self._start
+        # What is about to be written: pieces of memory, and the tensors that own it.
+        self._pending: list[Bytes] = []
+        self._nbytes = 0
+        self._owners: list[torch.Tensor] = []
+        self._file = disk.create(path)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor. Tensors side by side in memory should be neighbours in the file.
+
+        The tensor must not change until the file is finished.
+        """
+        part = self._parts[name]
+        if next(self._names) != name or (tensor.dtype, tuple(tensor.shape)) != (
+            part.dtype,
+            part.shape,
+        ):
+            raise AssertionError(f"'{name}' is not the next tensor of the file")
+        checksums = []
+        for host in _on_host(tensor):
+            memory = memory_of(host)
+            self._owners.append(host)
+            for block in _blocks(len(memory)):
+                if self._metadata is None:
+                    checksums.append(checksum(memory[block]))
+                self._put(memory[block])
+        self._checksums[name] = "".join(checksums)
+
+    def finish(self) -> tuple[int, str]:
+        """Write the header, and flush the file to the disk.
+
+        Returns:
+            the file's size, and the checksum of its header.
+        """
+        self._flush()
+        header = self._header().ljust(self._start)
+        header = _LENGTH.pack(self._start - _LENGTH.size) + header[_LENGTH.size :]
+        disk.write(self._file, [memoryview(header)], 0)
+        disk.flush(self._file)
+        return self._position, checksum(header)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, memory: Bytes) -> None:
+        self._pending.append(memory)
+        self._nbytes += len(memory)
+        if self._nbytes >= _WRITE or len(self._pending) >= _BUFFERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            disk.write(self._file, self._pending, self._position)
+        self._position += self._nbytes
+        self._pending, self._nbytes = [], 0
+        del self._owners[:-1]  # the last one may have more to write
+
+    def _header(self) -> bytes:
+        """Return room for the length, and the header, not yet padded."""
+        entries: dict[str, Any] = {}
+        ours: dict[str, Any] = {}
+        position = 0
+        for name, part in self._parts.items():
+            if part.dtype not in NAMES:
+                raise TypeError(
+                    f"'{name}' has dtype {part.dtype}, which safetensors cannot store. Use "
+                    "torch.distributed.checkpoint for this model."
+                )
+            entries[name] = {
+                "dtype": NAMES[part.dtype],
+                "shape": part.shape,
+                "data_offsets": [position, position + part.nbytes],
+            }
+            position += part.nbytes
+            ours[name] = [part.whole, part.offset, self._checksums[name]]
+        metadata = self._metadata
+        if metadata is None:
+            metadata = {_OURS: json.dumps({"parts": ours, "tree": self._tree}, separators=_COMPACT)}
+        header = {"__metadata__": metadata, **entries}
+        return bytes(_LENGTH.size) + json.dumps(header, separators=_COMPACT).encode()
+
+
+def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the elements of a tensor in order, as contiguous pieces on the host."""
+    tensor = tensor.detach().contiguous()
+    if tensor.device.type == "cpu":
+        yield tensor
+    else:
+        for piece in torch.split(tensor.view(-1).view(torch.uint8), _WRITE):
+            yield piece.cpu()
+
+
+def _digits(nbytes: int) -> int:
+    """Return the number of hexadecimal digits in the checksums of a part."""
+    return _CHECKSUM * -(-nbytes // BLOCK)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# - Reading
+
+
+class TensorFile:
+    """A file of safetensors that is open for reading.
+
+    Args:
+        path: the file.
+        size: its expected size in bytes; None if unknown.
+        header_checksum: the expected checksum of its header; None if unknown.
+
+    Raises:
+        DamagedFileError: if the file is not what was written. Nothing outside of the file is read,
+            and no memory is allocated for more bytes than the file has.
+        OSError: the system's own error.
+    """
+
+    def __init__(
+        self, path: Path, size: int | None = None, header_checksum: str | None = None
+    ) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._size = os.fstat(self._file).st_size
+            if size is not None and self._size != size:
+                self._fail(f"has {self._size} bytes, and {size} were written")
+            self.parts, self.tree = self._read_header(header_checksum)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, name: str, begin: int, into: Bytes) -> None:
+        """Read some bytes of a tensor and check the blocks in which they lie.
+
+        Args:
+            name: the tensor.
+            begin: the first byte, from the beginning of the tensor.
+            into: the memory for them.
+
+        Raises:
+            DamagedFileError: if the checksum of a block differs.
+        """
+        part = self.parts[name]
+        end = begin + len(into)
+        if part.checksums is None:
+            self._read_at(part.begin + begin, into)
+            return
+        edge: Bytes | None = None
+        for number in range(begin // BLOCK, -(-end // BLOCK)):
+            first, last = number * BLOCK, min((number + 1) * BLOCK, part.nbytes)
+            is_whole = begin <= first and last <= end
+            if is_whole:
+                block = into[first - begin : last - begin]
+            else:
+                edge = edge or memoryview(bytearray(BLOCK))
+                block = edge[: last - first]
+            self._read_at(part.begin + first, block)
+            expected = part.checksums[number * _CHECKSUM : (number + 1) * _CHECKSUM]
+            if checksum(block) != expected:
+                self._fail(f"has damaged data in tensor '{name}': its checksum differs")
+            if not is_whole:
+                low, high = max(begin, first), min(end, last)
+                into[low - begin : high - begin] = block[low - first : high - first]
+
+    def _read_at(self, position: int, into: Bytes) -> None:
+        while len(into):
+            count = os.preadv(self._file, [into], position)
+            if count == 0:
+                self._fail("became shorter while it was read")
+            position += count
+            into = into[count:]
+
+    def _read_header(self, header_checksum: str | None) -> tuple[dict[str, Part], Any]:
+        if self._size < _LENGTH.size:
+            self._fail(f"has {self._size} bytes, which is too short for a header")
+        length_bytes = bytearray(_LENGTH.size)
+        self._read_at(0, memoryview(length_bytes))
+        (length,) = _LENGTH.unpack(length_bytes)
+        start = _LENGTH.size + length
+        if length == 0:
+            self._fail("has no header, since its writer was interrupted")
+        if start > self._size or length > _LONGEST_HEADER:
+            self._fail(f"has {self._size} bytes, and its header says that it has {length} itself")
+        header = bytearray(length)
+        self._read_at(_LENGTH.size, memoryview(header))
+        if header_checksum not in (None, checksum(bytes(length_bytes + header))):
+            self._fail("has a damaged header: its checksum differs")
+        try:
+            entries = json.loads(header.decode())
+            ours = json.loads(entries.pop("__metadata__", {}).get(_OURS, "{}"))
+            parts = {
+                name: _part(start, entry, ours.get("parts", {}).get(name))
+                for name, entry in entries.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._fail(f"has a header that cannot be understood ({error})", error)
+        self._check_places(parts, start)
+        return parts, ours.get("tree")
+
+    def _check_places(self, parts: dict[str, Part], start: int) -> None:
+        """Check that the tensors fill the file, and that no two of them overlap."""
+        position = start
+        for name, part in sorted(parts.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+            if part.begin != position:
+                self._fail(f"has tensor '{name}' at byte {part.begin} instead of {position}")
+            position += part.nbytes
+        if position != self._size:
+            self._fail(f"has {self._size} bytes, and its tensors end at byte {position}")
+
+    def _fail(self, what: str, cause: BaseException | None = None) -> Any:
+        raise DamagedFileError(f"{self.path} {what}.") from cause
+
+
+def _part(start: int, entry: Any, ours: Any) -> Part:
+    """Return the part that an entry of a header describes.
+
+    Raises:
+        ValueError: if the entry contradicts itself.
+        KeyError, TypeError: if it is no such entry.
+    """
+    shape = _sizes(entry["shape"])
+    dtype = DTYPES[entry["dtype"]]
+    begin, end = _sizes(entry["data_offsets"])
+    whole, offset, checksums = ours or (shape, (0,) * len(shape), None)
+    part = Part(dtype, shape, _sizes(whole), _sizes(offset), start + begin, checksums)
+    if end - begin != part.nbytes:
+        raise ValueError(f"{end - begin} bytes for shape {shape}")
+    boxes = itertools.zip_longest(part.whole, part.offset, shape)
+    if any(None in box or box[1] + box[2] > box[0] for box in boxes):
+        raise ValueError(f"a part {shape} at {part.offset} of a tensor {part.whole}")
+    if checksums is not None and len(checksums) != _digits(part.nbytes):
+        raise ValueError(f"{len(checksums)} digits of checksums for {part.nbytes} bytes")
+    return part
+
+
+def _sizes(values: Sequence[Any] | Iterable[Any]) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(f"sizes {sizes}")
+    return sizes
