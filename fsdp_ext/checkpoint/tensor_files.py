@@ -259,12 +259,17 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class TensorFile:
-    """A file of safetensors that is open for reading.
+    """A file of safetensors. Its data can be read inside ``with file:``.
 
     Args:
         path: the file.
         size: its expected size in bytes; None if unknown.
         header_checksum: the expected checksum of its header; None if unknown.
+
+    Attributes:
+        path: the file.
+        parts: its tensors, by name.
+        tree: what else its writer put into the metadata.
 
     Raises:
         DamagedFileError: if the file is not what was written. Nothing outside of the file is read,
@@ -276,24 +281,18 @@ class TensorFile:
         self, path: Path, size: int | None = None, header_checksum: str | None = None
     ) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with self:
             self._size = os.fstat(self._file).st_size
             if size is not None and self._size != size:
                 self._fail(f"has {self._size} bytes, and {size} were written")
             self.parts, self.tree = self._read_header(header_checksum)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        os.close(self._file)
 
     def __enter__(self) -> TensorFile:
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._file)
 
     def read(self, name: str, begin: int, into: Bytes) -> None:
         """Read some bytes of a tensor and check the blocks in which they lie.

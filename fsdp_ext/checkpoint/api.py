@@ -1,0 +1,173 @@
+"""``save``, ``load`` and ``async_save``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_ext.checkpoint import background
+from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint.loading import Loaded, read
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.saving import Snapshot, write
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def latest(directory: str | Path) -> Path | None:
+    """Return the newest checkpoint in a directory; None if there is none."""
+    found = directories.checkpoints(Path(directory))
+    return found[-1] if found else None
+
+
+def save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Path:
+    """Save a checkpoint. All ranks call it.
+
+    Each rank writes its own shards. When all have, one rename makes the files a checkpoint. A save
+    that is interrupted anywhere leaves earlier checkpoints as they are.
+
+    Args:
+        directory: where the job's checkpoints are, a file system that all ranks share.
+        model: the model: sharded, wrapped, or neither.
+        optimizer: an optimizer of its parameters.
+        extra: what else this rank has to save, such as the step, schedulers' state dicts and random
+            states: numbers, strings, lists, tuples, dicts, bytes, tensors, NumPy arrays.
+        keep: how many checkpoints to keep; the oldest ones are removed once the new one stands.
+            None keeps all.
+        process_group: the ranks; all by default.
+        timeout: the longest wait for another rank.
+
+    Returns:
+        the new checkpoint: ``directory/checkpoint-000001``, and so on.
+
+    Raises:
+        OSError: if a file cannot be written, or another job saves into the directory.
+        TypeError: if something cannot be saved, named in the message.
+        ValueError: if an argument cannot be used.
+        OtherRanksError: if another rank could not save.
+    """
+    background.finish()
+    ranks = Ranks(process_group, timeout)
+    _check_keep(keep)
+    snapshot: Snapshot | Exception
+    try:
+        snapshot = Snapshot.take(model, optimizer, extra, ranks)
+    except Exception as error:
+        snapshot = error
+    return write(snapshot, Path(directory), ranks, keep)
+
+
+def async_save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+    if_running: str = "wait",
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> background.Saving:
+    """Copy what :func:`save` would write, and write it while training goes on. All ranks call it.
+
+    The copies stay allocated for the next call.
+
+    Args:
+        directory: as in :func:`save`, as are ``model``, ``optimizer``, ``extra``, ``keep``,
+            ``process_group`` and ``timeout``.
+        if_running: what to do while an earlier call still writes: "wait" or "raise".
+
+    Returns:
+        a handle. Its ``result()`` waits, and returns the new checkpoint or raises the error of the
+        save. An error that nobody asked for is raised by the next call of this function,
+        :func:`save` or :func:`load`, or printed when the process ends.
+
+    Raises:
+        RuntimeError: if an earlier call still writes, with ``if_running="raise"``.
+        Exception: as :func:`save`.
+    """
+    if if_running not in ("wait", "raise"):
+        raise ValueError(f"async_save got if_running={if_running!r}. Pass 'wait' or 'raise'.")
+    _check_keep(keep)
+    background.finish(wait=if_running == "wait")
+    ranks = Ranks(process_group, timeout)
+    try:
+        copies = background.stage(Snapshot.take(model, optimizer, extra, ranks))
+    except Exception as error:
+        failure = error
+        return background.start(lambda: write(failure, Path(directory), ranks, keep))
+    return background.start(lambda: write(copies(), Path(directory), ranks, keep))
+
+
+def load(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Any:
+    """Load the newest checkpoint of a directory. All ranks call it.
+
+    The number of ranks, the mesh, the placements and the dtypes may differ from those that saved.
+    Each rank reads only what it needs, and checks it. The model and the optimizer change after all
+    ranks have read everything; after an error they are unchanged.
+
+    Args:
+        directory: as in :func:`save`, or one checkpoint.
+        model: a model of the same parameters, with memory (``to_empty`` after meta-device
+            initialization).
+        optimizer: an optimizer of its parameters. Its state is replaced.
+        strict: whether the checkpoint and the model have to have the same names.
+        process_group: the ranks; all by default.
+        timeout: the longest wait for another rank.
+
+    Returns:
+        what this rank saved as ``extra``. A rank that did not exist then gets that of rank 0.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint, or one of its files is missing.
+        DamagedFileError: if a file is not what was written. The message names tensor and file.
+        ValueError: if the checkpoint is of another model.
+        OtherRanksError: if another rank could not read.
+    """
+    background.finish()
+    ranks = Ranks(process_group, timeout)
+    directory = Path(directory)
+
+    def newest(_: list[Any]) -> str:
+        return directories.locate(directory).name
+
+    name = ranks.agree("checkpoint.load", None, newest)
+    path = directory if name == directory.name else directory / name
+    loaded: Loaded | Exception
+    try:
+        loaded = read(path, model, optimizer, ranks.rank, strict=strict)
+    except Exception as error:
+        loaded = error
+    ranks.agree(
+        "checkpoint.load", loaded if isinstance(loaded, Exception) else None, lambda _: None
+    )
+    assert isinstance(loaded, Loaded)
+    loaded.put_into(model, optimizer)
+    return loaded.extra
+
+
+def _check_keep(keep: int | None) -> None:
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"checkpoints got keep={keep!r}. Pass a number of at least 1, or None.")

@@ -1,0 +1,262 @@
+"""What is saved of a model and an optimizer, and which part of each tensor a rank has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _get_fqns,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from fsdp_ext.checkpoint.tensor_files import Part
+from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+
+_SMALL = 1 << 20  # bytes; a smaller tensor that all ranks have is rank 0's
+
+
+# - One tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rank's part of a tensor.
+
+    Attributes:
+        tensor: the rank's elements.
+        whole: the shape of the whole tensor.
+        offset: where they begin in it.
+        copies: how many ranks have the same elements.
+        copy: which of them this rank is.
+        is_sharded: whether ranks have different parts.
+    """
+
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    copies: int
+    copy: int
+    is_sharded: bool
+
+    @property
+    def part(self) -> Part:
+        return Part(self.tensor.dtype, tuple(self.tensor.shape), self.whole, self.offset)
+
+
+def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box | None:
+    """Return this rank's part of a tensor; None if it has none.
+
+    Raises:
+        TypeError: if the tensor is of a kind that cannot be saved by its bytes.
+    """
+    if not isinstance(tensor, DTensor):
+        _check_plain(name, tensor)
+        whole = tuple(tensor.shape)
+        return Box(tensor, whole, (0,) * len(whole), world_size, rank, False)
+    local = tensor.to_local()
+    _check_plain(name, local)
+    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+    if tuple(local.shape) != tuple(shape) or any(p.is_partial() for p in tensor.placements):
+        raise TypeError(
+            f"'{name}' has placements {tensor.placements}, and its local part has shape "
+            f"{tuple(local.shape)} instead of {tuple(shape)}. Save tensors that are sharded or "
+            "replicated."
+        )
+    copies, copy = 1, 0
+    for size, place, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
+        if isinstance(placement, Replicate):
+            copies, copy = copies * size, copy * size + place
+    if local.numel() == 0:
+        # One rank keeps a tensor that has no elements at all.
+        if math.prod(whole) or any(coordinate):
+            return None
+        offset = (0,) * len(whole)
+    return Box(local, whole, tuple(offset), copies, copy, True)
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
+        kind = "a tensor on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+        raise TypeError(
+            f"'{name}' is {kind} of layout {tensor.layout}, which cannot be stored by its bytes. "
+            "Use torch.distributed.checkpoint for this model."
+        )
+
+
+def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:
+    """Return the parts that a rank may have to write, in the order of their memory.
+
+    Ranks that have the same part of a sharded tensor share the work. Each decides by the tensor's
+    place in the order of names, which is the same on all of them. Tensors that are not sharded are
+    returned on all ranks: see :func:`without_others`.
+    """
+    boxes: dict[str, Box] = {}
+    for number, name in enumerate(sorted(tensors)):
+        box = box_of(name, tensors[name], rank, world_size)
+        if box is not None and (not box.is_sharded or number % box.copies == box.copy):
+            boxes[name] = box
+    return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
+
+
+def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
+    """Leave out the whole tensors that other ranks write.
+
+    All ranks have to have whole tensors of the same names.
+    """
+    names = [name for name in sorted(boxes) if not boxes[name].is_sharded]
+    writers = {
+        name: number if boxes[name].part.nbytes >= _SMALL else 0
+        for number, name in enumerate(names)
+    }
+    return {
+        name: box
+        for name, box in boxes.items()
+        if box.is_sharded or writers[name] % box.copies == box.copy
+    }
+
+
+# - A model
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a model's state dict has, by name without the prefixes of wrappers."""
+    weights: dict[str, Any] = get_model_state_dict(model)
+    return weights
+
+
+def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load what :func:`weights_of` returned, with other values."""
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+
+
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names of tensors that are another one, too, with that one's name.
+
+    Tied parameters have two names and one memory.
+    """
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() == 0:
+            continue
+        key = (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    return aliases
+
+
+# - An optimizer
+
+State = dict[str, Any]
+_NAMES = ("params", "param_names")  # entries of a group that are no options
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """Return an optimizer's state by the names of its parameters.
+
+    Returns:
+        ``state``: the state of each parameter; ``groups``: the names and options of each group.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is not the model's.
+    """
+    state, names = _state_and_names(model, optimizer)
+    by_key = {
+        key: name
+        for group, of_group in zip(state["param_groups"], names, strict=True)
+        for key, name in zip(group["params"], of_group, strict=True)
+    }
+    return {
+        "state": {by_key[key]: value for key, value in state["state"].items()},
+        "groups": [
+            {
+                "names": of_group,
+                "options": {key: value for key, value in group.items() if key not in _NAMES},
+            }
+            for group, of_group in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: State) -> None:
+    """Load what :func:`optimizer_state` returned.
+
+    Each group gets the options that the group of its first parameter had.
+    """
+    options = {name: group["options"] for group in saved["groups"] for name in group["names"]}
+    state, names = _state_and_names(model, optimizer)
+    groups, states = [], {}
+    for group, of_group in zip(state["param_groups"], names, strict=True):
+        groups.append({**group, **next((options[n] for n in of_group if n in options), {})})
+        for key, name in zip(group["params"], of_group, strict=True):
+            if name in saved["state"]:
+                states[key] = saved["state"][name]
+    loadable = {**state, "state": states, "param_groups": groups}
+    if _is_flat(optimizer):
+        loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loadable)
+    optimizer.load_state_dict(loadable)
+
+
+def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Return the parameters that an optimizer's states are like, by name."""
+    if _is_flat(optimizer):
+        weights = weights_of(model)
+        _, groups_of_names = _state_and_names(model, optimizer)
+        return {name: weights[name] for names in groups_of_names for name in names}
+    groups = zip(optimizer.param_groups, _names_of_groups(model, optimizer), strict=True)
+    return {
+        name: param
+        for group, names in groups
+        for param, name in zip(group["params"], names, strict=True)
+    }
+
+
+def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, list[list[str]]]:
+    """Return an optimizer's state dict, and the names of the parameters of each group."""
+    if not _is_flat(optimizer):
+        return optimizer.state_dict(), _names_of_groups(model, optimizer)
+    state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
+    return state, [list(group["params"]) for group in state["param_groups"]]
+
+
+def _is_flat(optimizer: Optimizer) -> bool:
+    return any(
+        isinstance(param, FlatParameter)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
+
+
+def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    names: dict[int, str] = {}
+    for raw, param in model.named_parameters():
+        (name,) = _get_fqns(model, raw)
+        names[id(param)] = name
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        unknown = [i for i, param in enumerate(group["params"]) if id(param) not in names]
+        if unknown:
+            raise ValueError(
+                f"checkpoints got an optimizer whose group {number} has parameters that are not "
+                f"the model's, the first at place {unknown[0]}. Make the optimizer after "
+                "fully_shard, and pass the model that it steps."
+            )
+        groups.append([names[id(param)] for param in group["params"]])
+    return groups

@@ -1,0 +1,117 @@
+"""The directory of a job's checkpoints.
+
+Note [saving]
+A checkpoint is a directory ``checkpoint-000012`` in it. While it is written it has another name,
+``.saving-000012``. When all its files and their names are on the disk, one rename makes it a
+checkpoint. A process that is killed before that leaves a directory that nobody takes for a
+checkpoint, and the next save removes it. Older checkpoints are removed only after the new one
+stands: each gets the name ``.deleting-000003`` first, so no half of one is left.
+
+Rank 0 holds a lock of the directory while it saves. So no other job writes there, and whatever has
+the name of an unfinished checkpoint is of a job that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_ext.checkpoint import disk
+
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_SAVING = ".saving-"
+_DELETING = ".deleting-"
+_LOCK = ".lock"
+INDEX = "index.json"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, the oldest first."""
+    if not directory.is_dir():
+        return []
+    found = {path: _NAME.fullmatch(path.name) for path in directory.iterdir()}
+    return sorted((path for path, match in found.items() if match), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def locate(directory: Path) -> Path:
+    """Return a checkpoint: the directory itself if it is one, else the newest in it.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if (directory / INDEX).exists():
+        return directory
+    found = checkpoints(directory)
+    if found:
+        return found[-1]
+    if (directory / ".metadata").exists():
+        raise FileNotFoundError(
+            f"{directory} is a checkpoint of torch.distributed.checkpoint. Load it with dcp.load."
+        )
+    raise FileNotFoundError(
+        f"{directory} has no checkpoint. Pass the directory that save was given."
+    )
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it.
+
+    Raises:
+        OSError: if the directory cannot be made or written, or another job saves there.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is a file. Pass a directory for checkpoints.")
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some network file systems have no locks.
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FileExistsError(
+                    f"{directory} is written by another job, which saves a checkpoint there. Give "
+                    "each job a directory of its own."
+                ) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def begin(directory: Path) -> Path:
+    """Make the place where the next checkpoint is written. Rank 0 calls it, with the lock."""
+    for path in directory.iterdir():
+        if path.name.startswith((_SAVING, _DELETING)):
+            disk.remove_directory(path)
+    found = checkpoints(directory)
+    number = _number(found[-1]) + 1 if found else 1
+    place = directory / f"{_SAVING}{number:06}"
+    disk.make_directory(place)
+    return place
+
+
+def commit(place: Path) -> Path:
+    """Make what was written a checkpoint, and return its path. Rank 0 calls it."""
+    disk.flush_directory(place)
+    target = place.with_name(place.name.replace(_SAVING, "checkpoint-"))
+    disk.rename(place, target)
+    disk.flush_directory(target.parent)
+    return target
+
+
+def remove_old(directory: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints. Rank 0 calls it."""
+    for path in checkpoints(directory)[:-keep]:
+        dying = directory / f"{_DELETING}{_number(path):06}"
+        disk.rename(path, dying)
+        disk.remove_directory(dying)

@@ -1,0 +1,234 @@
+"""Load a checkpoint: read everything first, and then change the model on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_ext.checkpoint import contents
+from fsdp_ext.checkpoint.reading import Checkpoint, Reader, decoded, shape_of
+from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
+
+Parts = Mapping[str, list[tuple[TensorFile, Part]]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank has read, and no model has yet.
+
+    Attributes:
+        weights: as :func:`contents.weights_of` returns them.
+        optimizer: as :func:`contents.optimizer_state` returns it; None if none was asked for.
+        extra: what this rank saved as ``extra``.
+    """
+
+    weights: dict[str, Any]
+    optimizer: contents.State | None
+    extra: Any
+
+    def put_into(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Change the model and the optimizer."""
+        contents.set_weights(model, self.weights)
+        if optimizer is not None and self.optimizer is not None:
+            contents.set_optimizer_state(model, optimizer, self.optimizer)
+
+
+def read(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, rank: int, *, strict: bool
+) -> Loaded:
+    """Read what a rank needs of a checkpoint.
+
+    Raises:
+        DamagedFileError: if the checkpoint is not what was written.
+        ValueError: if it is of another model.
+    """
+    checkpoint = Checkpoint(path)
+    reader = Reader()
+    weights = _plan_weights(checkpoint, model, reader, strict)
+    build_optimizer = None
+    if optimizer is not None:
+        build_optimizer = _plan_optimizer(checkpoint, model, optimizer, reader)
+    reader.run()
+    return Loaded(
+        {name: build() for name, build in weights.items()},
+        None if build_optimizer is None else build_optimizer(),
+        checkpoint.extra_of(rank),
+    )
+
+
+# Returns what was read, once it was read.
+Build = Callable[[], Any]
+
+
+def _plan_tensor(
+    name: str, like: torch.Tensor, dtype: torch.dtype, parts: Parts, reader: Reader
+) -> Build:
+    """Plan to read a tensor that lies on the ranks as another one does."""
+    # All ranks read their parts, so which rank this is does not matter.
+    box = contents.box_of(name, like, 0, 1)
+    shape = tuple(like.to_local().shape) if isinstance(like, DTensor) else tuple(like.shape)
+    read = torch.empty(shape, dtype=dtype, pin_memory=like.is_cuda)
+    if box is not None and read.numel():
+        reader.add(name, parts[name], box.offset, read)
+
+    def build() -> torch.Tensor:
+        local = read.to(like.device, non_blocking=True)
+        if not isinstance(like, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    return build
+
+
+def _plan_tree(
+    tree: Any,
+    like: Callable[[str], torch.Tensor],
+    parts: Parts,
+    reader: Reader,
+    checkpoint: Checkpoint,
+) -> Build:
+    """Plan to read an encoded value with its tensors.
+
+    Args:
+        like: returns a tensor that lies on the ranks as the tensor of a name should.
+    """
+    builds = {}
+    for name in _tensors_in(tree):
+        if name not in parts:
+            raise DamagedFileError(f"{checkpoint.path} has no tensor '{name}'.")
+        dtype = parts[name][0][1].dtype
+        builds[name] = _plan_tensor(name, like(name), dtype, parts, reader)
+    return lambda: decoded(tree, lambda name: builds[name](), checkpoint.path)
+
+
+def _plan_weights(
+    checkpoint: Checkpoint, model: nn.Module, reader: Reader, strict: bool
+) -> dict[str, Build]:
+    """Plan to read a model's weights, by name."""
+    parts = checkpoint.parts("weights")
+    other: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for tree in checkpoint.trees("weights"):
+        other |= tree["other"]
+        aliases |= tree["aliases"]
+    inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
+    names = {*parts, *other, *aliases} - inner
+    wanted = contents.weights_of(model)
+    own_aliases = contents.aliases_of(
+        {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    )
+    missing = [n for n in wanted if n not in names and own_aliases.get(n) not in names]
+    unknown = sorted(names - {*wanted, *aliases})
+    if strict and (missing or unknown):
+        differences = [f"has no {_some(missing)}"] * bool(missing)
+        differences += [f"has {_some(unknown)}, which the model has not"] * bool(unknown)
+        raise ValueError(
+            f"{checkpoint.path} {' and '.join(differences)}. Load it into the model that it was "
+            "saved from, or pass strict=False."
+        )
+    builds: dict[str, Build] = {}
+    for name in wanted.keys() & names:
+        if name in other:
+            whole = partial(_whole_like, parts)
+            builds[name] = _plan_tree(other[name], whole, parts, reader, checkpoint)
+        else:
+            stored, value = aliases.get(name, name), wanted[name]
+            shape = shape_of(parts[stored])
+            if shape != tuple(value.shape):
+                raise ValueError(
+                    f"{checkpoint.path} has '{name}' of shape {shape}, and the model has shape "
+                    f"{tuple(value.shape)}. Load it into the model that it was saved from."
+                )
+            builds[name] = _plan_tensor(stored, value, value.dtype, parts, reader)
+    return builds
+
+
+def _whole_like(parts: Parts, name: str) -> torch.Tensor:
+    return torch.empty(shape_of(parts[name]))
+
+
+def _plan_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, reader: Reader
+) -> Callable[[], contents.State]:
+    if "optimizer" not in checkpoint.files:
+        raise ValueError(
+            f"{checkpoint.path} was saved without an optimizer. Load it without one, or save with "
+            "optimizer=."
+        )
+    parts = checkpoint.parts("optimizer")
+    params = contents.parameters_of(model, optimizer)
+    saved: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for tree in checkpoint.trees("optimizer"):
+        saved |= tree["state"]
+        groups += [group for group in tree["groups"] if group not in groups]
+    known = {name for group in groups for name in group["names"]}
+    unknown = [name for name in params if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{checkpoint.path} has no state of {_some(unknown)}, which the optimizer steps. Load "
+            "it into an optimizer of the same parameters."
+        )
+    states = {
+        name: _plan_tree(tree, partial(_state_like, parts, params[name]), parts, reader, checkpoint)
+        for name, tree in saved.items()
+        if name in params
+    }
+    whole = partial(_whole_like, parts)
+    options = [_plan_tree(group["options"], whole, parts, reader, checkpoint) for group in groups]
+    return lambda: {
+        "state": {name: build() for name, build in states.items()},
+        "groups": [
+            {"names": group["names"], "options": build()}
+            for group, build in zip(groups, options, strict=True)
+        ],
+    }
+
+
+def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor that lies on the ranks as a state of a parameter should."""
+    whole = shape_of(parts[name])
+    if whole == tuple(param.shape):
+        return param
+    if any(part.shape != whole for _, part in parts[name]):
+        raise ValueError(
+            f"the state '{name}' of shape {whole} was saved in parts, and its parameter has shape "
+            f"{tuple(param.shape)}, so how ranks share it is unknown. Use "
+            "torch.distributed.checkpoint for this optimizer."
+        )
+    return torch.empty(whole)
+
+
+def _tensors_in(tree: Any) -> Iterator[str]:
+    """Return the names of the tensors in an encoded value."""
+    if isinstance(tree, dict):
+        for kind, content in tree.items():
+            if kind in ("tensor", "array"):
+                yield content
+            else:
+                yield from _tensors_in(content)
+    elif isinstance(tree, list):
+        for item in tree:
+            yield from _tensors_in(item)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return some names for a message."""
+    names = list(names)
+    text = ", ".join(f"'{name}'" for name in names[:3])
+    return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"

@@ -1,0 +1,266 @@
+"""Read a checkpoint: find the parts of each tensor, and read those that a rank needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_ext.checkpoint.directory import INDEX
+from fsdp_ext.checkpoint.saving import FORMAT, digest
+from fsdp_ext.checkpoint.tensor_files import (
+    BLOCK,
+    DamagedFileError,
+    Part,
+    TensorFile,
+    memory_of,
+)
+from fsdp_ext.checkpoint.trees import decode
+
+_THREADS = min(8, os.cpu_count() or 1)
+_PIECE = 16 * BLOCK  # bytes that one thread reads at a time
+
+Job = Callable[[], None]
+Slices = tuple[slice, ...]
+
+
+class Checkpoint:
+    """A checkpoint that is open for reading.
+
+    Args:
+        path: its directory.
+
+    Attributes:
+        content: what its index says.
+
+    Raises:
+        DamagedFileError: if the index or a file's header is not what was written.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a newer version wrote it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = self._read_index()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            self.files = {
+                kind: list(threads.map(self._open, entries))
+                for kind, entries in self.content["files"].items()
+            }
+
+    def trees(self, kind: str) -> list[Any]:
+        """Return what the files of a kind have beside tensors."""
+        return [file.tree for file in self.files[kind]]
+
+    def parts(self, kind: str) -> dict[str, list[tuple[TensorFile, Part]]]:
+        """Return the parts of each tensor, by name. No part comes twice."""
+        found: dict[str, dict[Any, tuple[TensorFile, Part]]] = defaultdict(dict)
+        for file in self.files[kind]:
+            for name, part in file.parts.items():
+                of_tensor = found[name]
+                first = next(iter(of_tensor.values()), (file, part))[1]
+                if (first.whole, first.dtype) != (part.whole, part.dtype):
+                    raise DamagedFileError(
+                        f"{file.path} has a part of '{name}' of shape {part.whole} and "
+                        f"{part.dtype}, and another file one of {first.whole} and {first.dtype}."
+                    )
+                of_tensor.setdefault((part.offset, part.shape), (file, part))
+        return {name: list(parts.values()) for name, parts in found.items()}
+
+    def extra_of(self, rank: int) -> Any:
+        """Return what a rank saved as ``extra``; that of rank 0 for a rank that did not exist."""
+        by_name = {file.path.name: file for file in self.files.get("extra", [])}
+        file = by_name.get(f"extra-{rank:05}.safetensors")
+        if file is None and rank >= self.content["world_size"]:
+            file = by_name.get(f"extra-{0:05}.safetensors")
+        if file is None:
+            return None
+        tensors = {
+            name: torch.empty(part.shape, dtype=part.dtype) for name, part in file.parts.items()
+        }
+        with file:
+            for name, tensor in tensors.items():
+                file.read(name, 0, memory_of(tensor))
+        return decoded(file.tree, tensors.__getitem__, file.path)
+
+    def _read_index(self) -> dict[str, Any]:
+        path = self.path / INDEX
+        text = path.read_bytes()
+        try:
+            index = json.loads(text)
+            content, expected = index["content"], index["checksum"]
+            is_whole = digest(content) == expected
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFileError(f"{path} is damaged: it cannot be parsed ({error}).") from error
+        if not is_whole:
+            raise DamagedFileError(f"{path} is damaged: its checksum differs.")
+        if content["format"] > FORMAT:
+            raise ValueError(
+                f"{self.path} has format {content['format']}, written by fsdp_ext "
+                f"{content['fsdp_ext']}, and this version reads formats up to {FORMAT}. Install "
+                "the newer version."
+            )
+        return dict(content)
+
+    def _open(self, entry: tuple[str, int, str]) -> TensorFile:
+        name, size, header_checksum = entry
+        if Path(name).name != name:
+            raise DamagedFileError(f"{self.path / INDEX} names '{name}', which is not a file here.")
+        try:
+            return TensorFile(self.path / name, size, header_checksum)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{self.path / name} is missing. Restore it, or load another checkpoint."
+            ) from error
+
+
+def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
+    """Return what is in a file beside tensors."""
+    try:
+        return decode(tree, tensor_of)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(
+            f"{path} has metadata that cannot be understood ({error})."
+        ) from error
+
+
+class Reader:
+    """Reads boxes of tensors from files, in threads."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[TensorFile, list[Job]] = defaultdict(list)
+
+    def add(
+        self,
+        name: str,
+        parts: Iterable[tuple[TensorFile, Part]],
+        offset: tuple[int, ...],
+        into: torch.Tensor,
+    ) -> None:
+        """Plan to read a box of a tensor.
+
+        Args:
+            name: the tensor.
+            parts: its parts.
+            offset: where the box begins in the whole tensor.
+            into: memory for it, on the host. Elements are cast to its dtype.
+
+        Raises:
+            DamagedFileError: if elements of the box are in no part.
+        """
+        missing = into.numel()
+        path = Path()
+        for file, part in parts:
+            path = file.path
+            common = _common(part, offset, tuple(into.shape))
+            if common is None:
+                continue
+            of_part, of_box = common
+            target = into[of_box]
+            missing -= target.numel()
+            self._jobs[file] += _jobs(file, name, part, of_part, target)
+        if missing:
+            raise DamagedFileError(
+                f"{path.parent} lacks {missing} of the {into.numel()} elements of '{name}' that "
+                "this rank needs."
+            )
+
+    def run(self) -> None:
+        """Read everything.
+
+        Raises:
+            DamagedFileError: if the data is not what was written.
+            OSError: the system's own error.
+        """
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for file, jobs in self._jobs.items():
+                with file:
+                    for done in [threads.submit(job) for job in jobs]:
+                        done.result()
+
+
+def _common(
+    part: Part, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Slices, Slices] | None:
+    """Return what a part and a box have in common, as slices of both; None if nothing."""
+    of_part, of_box = [], []
+    for begin, size, box_begin, box_size in zip(
+        part.offset, part.shape, offset, shape, strict=True
+    ):
+        low, high = max(begin, box_begin), min(begin + size, box_begin + box_size)
+        if low >= high:
+            return None
+        of_part.append(slice(low - begin, high - begin))
+        of_box.append(slice(low - box_begin, high - box_begin))
+    return tuple(of_part), tuple(of_box)
+
+
+def _jobs(
+    file: TensorFile, name: str, part: Part, where: Slices, target: torch.Tensor
+) -> Iterable[Job]:
+    """Return what reads a box of a part into a tensor."""
+    rows = where[0] if where else slice(0, 1)
+    row = part.nbytes // (part.shape[0] if part.shape else 1)
+    inner = where[1:]
+    is_whole_rows = all(
+        (s.start, s.stop) == (0, size) for s, size in zip(inner, part.shape[1:], strict=True)
+    )
+    if is_whole_rows and target.dtype == part.dtype and target.is_contiguous():
+        memory = memory_of(target)
+        # Pieces end where blocks do, so that no block is read twice.
+        begin, end = rows.start * row, rows.stop * row
+        while begin < end:
+            stop = min(end, (begin // _PIECE + 1) * _PIECE)
+            piece = memory[begin - rows.start * row : stop - rows.start * row]
+            yield partial(_read_straight, file, name, begin, piece, target)
+            begin = stop
+        return
+    # Rows are read whole, in pieces, and cut and cast from there.
+    step = max(1, _PIECE // max(1, row))
+    for first in range(rows.start, rows.stop, step):
+        last = min(first + step, rows.stop)
+        of_rows = target[first - rows.start : last - rows.start] if where else target
+        yield partial(_read_and_cut, file, name, part, (first, last), inner, of_rows)
+
+
+def _read_straight(
+    file: TensorFile, name: str, begin: int, memory: memoryview, owner: torch.Tensor
+) -> None:
+    file.read(name, begin, memory)
+
+
+def _read_and_cut(
+    file: TensorFile,
+    name: str,
+    part: Part,
+    rows: tuple[int, int],
+    inner: Slices,
+    target: torch.Tensor,
+) -> None:
+    first, last = rows
+    shape = (last - first, *part.shape[1:]) if part.shape else ()
+    read = torch.empty(shape, dtype=part.dtype)
+    row = read.numel() * read.element_size() // (last - first)
+    file.read(name, first * row, memory_of(read))
+    target.copy_(read[(slice(None), *inner)] if part.shape else read)
+
+
+def shape_of(parts: list[tuple[TensorFile, Part]]) -> tuple[int, ...]:
+    """Return the shape of the whole tensor."""
+    return parts[0][1].whole
+
+
+def total_bytes(parts: Mapping[str, list[tuple[TensorFile, Part]]]) -> int:
+    """Return the bytes of all whole tensors."""
+    return sum(
+        math.prod(shape_of(of_tensor)) * of_tensor[0][1].dtype.itemsize
+        for of_tensor in parts.values()
+    )

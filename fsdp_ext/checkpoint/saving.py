@@ -1,0 +1,280 @@
+"""Save: what a rank has to write, and how the ranks make a checkpoint of it (Note [saving])."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_ext import _build_info
+from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.contents import (
+    Box,
+    aliases_of,
+    optimizer_state,
+    own_boxes,
+    weights_of,
+    without_others,
+)
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.tensor_files import Writer, checksum
+from fsdp_ext.checkpoint.trees import encode
+
+FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a rank writes into one file.
+
+    Attributes:
+        boxes: the tensors, by name.
+        tree: everything else, as JSON.
+    """
+
+    boxes: dict[str, Box]
+    tree: Any
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a rank saves, by the kind of file: "weights", "optimizer", "extra".
+
+    Attributes:
+        kinds: the files' contents.
+        elements: the elements of all whole tensors of the model and the optimizer.
+        mesh: the shape of the model's mesh, by the names of its dimensions; for those who look.
+    """
+
+    kinds: dict[str, Kind]
+    elements: int
+    mesh: dict[str, int]
+
+    @classmethod
+    def take(
+        cls, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks
+    ) -> Snapshot:
+        """Collect what a rank saves. Tensors share memory with the model's.
+
+        Raises:
+            TypeError: if something cannot be saved.
+            ValueError: if the optimizer is not the model's.
+        """
+        everything = weights_of(model)
+        tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
+        aliases = aliases_of(tensors)
+        weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+        other = {name: value for name, value in everything.items() if name not in tensors}
+        tree = {name: encode(value, name, weights) for name, value in other.items()}
+        kinds = {
+            "weights": Kind(
+                own_boxes(weights, ranks.rank, ranks.size), {"aliases": aliases, "other": tree}
+            )
+        }
+        elements = sum(tensor.numel() for tensor in weights.values())
+        if optimizer is not None:
+            states, tree = _encoded_optimizer(optimizer_state(model, optimizer))
+            kinds["optimizer"] = Kind(own_boxes(states, ranks.rank, ranks.size), tree)
+            elements += sum(tensor.numel() for tensor in states.values())
+        if extra is not None:
+            kinds["extra"] = _extra_kind(extra)
+        return cls(kinds, elements, _mesh_of(tensors))
+
+    @property
+    def digest(self) -> str:
+        """A checksum of the names of whole tensors, and of the number of elements in all."""
+        names = [
+            name
+            for kind in ("weights", "optimizer")
+            if kind in self.kinds
+            for name, box in sorted(self.kinds[kind].boxes.items())
+            if not box.is_sharded
+        ]
+        return checksum(json.dumps([names, self.elements]).encode())
+
+    def staged(self, memory: torch.Tensor) -> Snapshot:
+        """Copy the tensors into ``memory``, and return a snapshot of the copies."""
+        position = 0
+        kinds = {}
+        for name, kind in self.kinds.items():
+            boxes = {}
+            for key, box in kind.boxes.items():
+                nbytes = box.part.nbytes
+                copy = memory[position : position + nbytes].view(box.tensor.dtype)
+                copy = copy.view(box.tensor.shape)
+                copy.copy_(box.tensor, non_blocking=True)
+                boxes[key] = dataclasses.replace(box, tensor=copy)
+                position += _round_up(nbytes)
+            kinds[name] = Kind(boxes, kind.tree)
+        return dataclasses.replace(self, kinds=kinds)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that :meth:`staged` needs."""
+        return sum(
+            _round_up(box.part.nbytes)
+            for kind in self.kinds.values()
+            for box in kind.boxes.values()
+        )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16  # a view of any dtype begins there
+
+
+def _encoded_optimizer(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors: dict[str, torch.Tensor] = {}
+    states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
+    groups = [
+        {
+            "names": group["names"],
+            "options": encode(group["options"], f"group {number}", tensors),
+        }
+        for number, group in enumerate(state["groups"])
+    ]
+    return tensors, {"state": states, "groups": groups}
+
+
+def _extra_kind(extra: Any) -> Kind:
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode(extra, "extra", tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor. extra holds what each rank has of its own: pass its "
+                "to_local() or full_tensor()."
+            )
+    return Kind(own_boxes(tensors, 0, 1), tree)
+
+
+def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+            return dict(zip(names, mesh.shape, strict=True))
+    return {}
+
+
+def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: int | None) -> Path:
+    """Write a checkpoint together with the other ranks.
+
+    Args:
+        snapshot: what this rank saves, or why it cannot.
+        directory: the directory of the job's checkpoints.
+        ranks: the ranks.
+        keep: how many checkpoints to keep; None for all.
+
+    Returns:
+        the new checkpoint.
+
+    Raises:
+        Exception: as :func:`save`.
+    """
+    with contextlib.ExitStack() as lock:
+
+        def begin(digests: list[str]) -> Any:
+            lock.enter_context(directories.locked(directory))
+            return directories.begin(directory).name, len(set(digests)) == 1
+
+        value = snapshot if isinstance(snapshot, Exception) else snapshot.digest
+        name, same_names = ranks.agree("checkpoint.save", value, begin)
+        assert isinstance(snapshot, Snapshot)
+        place = directory / name
+        written: dict[str, Any] | Exception
+        try:
+            written = _write_files(snapshot, place, ranks.rank, same_names)
+        except Exception as error:
+            written = error
+
+        def end(files: list[dict[str, Any]]) -> str:
+            count = sum(of_rank["elements"] for of_rank in files)
+            if same_names and count != snapshot.elements:
+                raise ValueError(
+                    f"checkpoint.save got ranks that have {count} of {snapshot.elements} elements "
+                    "together. All ranks of the model's meshes have to save: pass their "
+                    "process_group=."
+                )
+            _write_index(place, snapshot, [of_rank["files"] for of_rank in files])
+            return directories.commit(place).name
+
+        try:
+            target: Path = directory / ranks.agree("checkpoint.save", written, end)
+        except BaseException:
+            if ranks.rank == 0:
+                with contextlib.suppress(OSError):
+                    disk.remove_directory(place)
+            raise
+        if keep is not None and ranks.rank == 0:
+            directories.remove_old(directory, keep)
+        return target
+
+
+def digest(content: Any) -> str:
+    """Return the checksum of an index's content."""
+    return checksum(json.dumps(content).encode())
+
+
+def _write_files(snapshot: Snapshot, place: Path, rank: int, same_names: bool) -> dict[str, Any]:
+    """Write a rank's files.
+
+    Returns:
+        ``files``: the name, size and checksum of each, by kind; ``elements``: how many of the model
+        and the optimizer are in them.
+    """
+    if not place.is_dir():
+        raise FileNotFoundError(
+            f"{place} was made by rank 0, and rank {rank} does not see it. Save into a directory "
+            "that all ranks share."
+        )
+    files = {}
+    elements = 0
+    for name, kind in snapshot.kinds.items():
+        boxes = without_others(kind.boxes) if same_names and name != "extra" else kind.boxes
+        path = place / f"{name}-{rank:05}.safetensors"
+        try:
+            with Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree) as writer:
+                for key, box in boxes.items():
+                    writer.add(key, box.tensor)
+                files[name] = (path.name, *writer.finish())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{path} cannot be written ({error.strerror}). Make room, or choose another place.",
+            ) from error
+        if name != "extra":
+            elements += sum(box.tensor.numel() for box in boxes.values())
+    return {"files": files, "elements": elements}
+
+
+def _write_index(place: Path, snapshot: Snapshot, files: list[dict[str, Any]]) -> None:
+    content = {
+        "format": FORMAT,
+        "fsdp_ext": _build_info.VERSION,
+        "torch": torch.__version__,
+        "world_size": len(files),
+        "mesh": snapshot.mesh,
+        "files": {
+            kind: [of_rank[kind] for of_rank in files if kind in of_rank]
+            for kind in ("weights", "optimizer", "extra")
+            if any(kind in of_rank for of_rank in files)
+        },
+    }
+    text = json.dumps({"checksum": digest(content), "content": content}, indent=1)
+    file = disk.create(place / directories.INDEX)
+    try:
+        disk.write(file, [memoryview(text.encode())], 0)
+        disk.flush(file)
+    finally:
+        os.close(file)
