@@ -90,13 +90,20 @@ def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box |
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-    if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
-        kind = "a tensor on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+    if tensor.is_meta:
         raise TypeError(
-            f"'{name}' is {kind} of layout {tensor.layout}, which cannot be stored by its bytes. "
-            "Use torch.distributed.checkpoint for this model."
+            f"'{name}' is on the meta device and has no elements yet. Call to_empty first."
         )
+    if not _is_plain(tensor):
+        raise TypeError(
+            f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be "
+            "stored by its bytes. Use torch.distributed.checkpoint for this model."
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    return type(tensor) in kinds and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:
@@ -154,7 +161,7 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.numel() == 0:
+        if local.numel() == 0 or not _is_plain(local):
             continue
         key = (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
         if first.setdefault(key, name) != name:

@@ -142,7 +142,7 @@ def _plan_weights(
             "saved from, or pass strict=False."
         )
     builds: dict[str, Build] = {}
-    for name in wanted.keys() & names:
+    for name in (name for name in wanted if name in names):
         if name in other:
             whole = partial(_whole_like, parts)
             builds[name] = _plan_tree(other[name], whole, parts, reader, checkpoint)

@@ -1,0 +1,143 @@
+"""async_save writes what was there when it was called, while training goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import checkpoint, optim
+from fsdp_ext.checkpoint import background, disk
+
+
+class Stopped:
+    """Stops the disk until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.error: OSError | None = None
+
+    def __call__(self) -> None:
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
+    stop = Stopped()
+    monkeypatch.setattr(disk, "before_change", stop)
+    yield stop
+    stop.go_on.set()
+    last = background._last
+    if last is not None:
+        last.error()
+    background._last = None
+
+
+def value_of(path: Path) -> Tensor:
+    model = nn.Linear(2, 2)
+    checkpoint.load(path, model)
+    return model.weight.detach()
+
+
+def test_what_is_written_is_what_was_there(tmp_path: Path, stopped: Stopped) -> None:
+    model = nn.Linear(2, 2)
+    expected = model.weight.detach().clone()
+    saving = checkpoint.async_save(tmp_path, model, extra={"step": torch.tensor(1)})
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not saving.done()
+    with pytest.raises(TimeoutError):
+        saving.result(timeout=0.01)
+    stopped.go_on.set()
+    assert saving.result() == tmp_path / "checkpoint-000001"
+    assert torch.equal(value_of(tmp_path), expected)
+
+
+def test_a_second_save_waits_or_raises(tmp_path: Path, stopped: Stopped) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.async_save(tmp_path, model)
+    with pytest.raises(RuntimeError, match="while the checkpoint before is still being written"):
+        checkpoint.async_save(tmp_path, model, if_running="raise")
+    with pytest.raises(ValueError, match="got if_running='never'"):
+        checkpoint.async_save(tmp_path, model, if_running="never")
+    threading.Timer(0.1, stopped.go_on.set).start()
+    with torch.no_grad():
+        model.weight.fill_(7)
+    second = checkpoint.async_save(tmp_path, model)
+    assert second.result().name == "checkpoint-000002"
+    assert not torch.equal(value_of(tmp_path / "checkpoint-000001"), model.weight)
+    assert torch.equal(value_of(tmp_path), model.weight)
+
+
+def test_an_error_is_raised_by_result_or_by_the_next_call(tmp_path: Path, stopped: Stopped) -> None:
+    model = nn.Linear(2, 2)
+    stopped.error = OSError(28, "No space left on device")
+    stopped.go_on.set()
+    asked = checkpoint.async_save(tmp_path, model)
+    with pytest.raises(OSError, match="No space left"):
+        asked.result()
+    checkpoint.async_save(tmp_path, model)
+    with pytest.raises(RuntimeError, match=r"the checkpoint before was not saved: .*No space left"):
+        checkpoint.save(tmp_path, model)
+    stopped.error = None
+    checkpoint.save(tmp_path, model)
+
+
+SCRIPT = """
+import torch
+from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import disk
+def fail():
+    raise OSError(28, "No space left on device")
+if {fails}:
+    disk.before_change = fail
+checkpoint.async_save({directory!r}, torch.nn.Linear(1, 1))
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: bool) -> None:
+    script = SCRIPT.format(fails=fails, directory=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout == "the end\n"
+    assert (checkpoint.latest(tmp_path) is None) == fails
+    expected = "fsdp_ext: the last checkpoint was not saved: [Errno 28] No space left on device\n"
+    assert ended.stderr == (expected if fails else "")
+
+
+def _train_beside_saves(place: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    for layer in model:
+        fsdp_ext.fully_shard(layer)
+    fsdp_ext.fully_shard(model)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.attach(model)
+    states = []
+    for step in range(6):
+        torch.manual_seed(step + 10 * dist.get_rank())
+        model(torch.randn(3, 16)).square().sum().backward()
+        optimizer.step()
+        states.append([param.to_local().clone() for param in model.parameters()])
+        checkpoint.async_save(place, model, optimizer, {"step": step})
+    for step, state in enumerate(states):
+        extra = checkpoint.load(place / f"checkpoint-{step + 1:06}", model, optimizer)
+        assert extra == {"step": step}
+        for param, expected in zip(model.parameters(), state, strict=True):
+            assert torch.equal(param.to_local(), expected)
+
+
+def test_each_save_has_the_step_after_which_it_was_called(tmp_path: Path) -> None:
+    run_ranks(_train_beside_saves, 2, tmp_path)

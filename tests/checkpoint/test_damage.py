@@ -1,0 +1,334 @@
+"""A checkpoint that is damaged, or of another model, is refused, and the model stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import Tensor, nn
+
+import fsdp_ext
+from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.saving import digest
+from fsdp_ext.checkpoint.tensor_files import TensorFile, checksum
+from fsdp_ext.checkpoint.trees import encode
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(width: int = 5) -> Made:
+    model = Net(width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.save(tmp_path_factory.mktemp("saved"), *made(), {"step": 3})
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of a checkpoint; afterwards check that loading it changes nothing."""
+    path = tmp_path / "checkpoint-000001"
+    shutil.copytree(saved, path)
+    yield path
+    model, optimizer = made()
+    before = [tensor.clone() for tensor in model.parameters()]
+    states = [tensor.clone() for state in optimizer.state.values() for tensor in state.values()]
+    with pytest.raises((ValueError, OSError)):
+        checkpoint.load(path, model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    after = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
+
+
+FILES = ["weights-00000.safetensors", "optimizer-00000.safetensors", "extra-00000.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "index.json"])
+def test_a_flipped_bit_is_found_wherever_it_is(saved: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "checkpoint-000001"
+    shutil.copytree(saved, path)
+    whole = (path / name).read_bytes()
+    step = max(1, len(whole) // 200)
+    for position in [*range(0, len(whole), step), *range(len(whole) - 40, len(whole))]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        (path / name).write_bytes(damaged)
+        with pytest.raises(checkpoint.DamagedFileError, match=r"damaged|checksum|names|bytes"):
+            checkpoint.load(path, *made())
+    (path / name).write_bytes(whole)
+    checkpoint.load(path, *made())
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_file_that_was_cut_short(copy: Path, name: str, size: int) -> None:
+    os.truncate(copy / name, size % (copy / name).stat().st_size)
+    with pytest.raises(checkpoint.DamagedFileError, match=f"{name} has .* bytes, and .* were"):
+        checkpoint.load(copy, *made())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing"):
+        checkpoint.load(copy, *made())
+
+
+def test_a_damaged_tensor_is_named(copy: Path) -> None:
+    path = copy / FILES[0]
+    part = TensorFile(path).parts["second.bias"]
+    with path.open("r+b") as file:
+        file.seek(part.begin + 2)
+        file.write(b"\x55")
+    with pytest.raises(checkpoint.DamagedFileError, match=r"tensor 'second\.bias'"):
+        checkpoint.load(copy, *made())
+
+
+def rewrite_index(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change an index and make its checksum fit."""
+    index = json.loads((path / "index.json").read_text())
+    change(index["content"])
+    index["checksum"] = digest(index["content"])
+    (path / "index.json").write_text(json.dumps(index))
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of the weights, and make sizes and checksums fit."""
+    file = path / FILES[0]
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    text = struct.pack("<Q", len(text)) + text
+    file.write_bytes(text + data[8 + length :])
+    entry = [FILES[0], file.stat().st_size, checksum(text)]
+    rewrite_index(path, lambda content: content["files"].update(weights=[entry]))
+
+
+LIES: dict[str, Any] = {
+    "behind the end": {"dtype": "F32", "shape": [5, 3], "data_offsets": [1 << 40, (1 << 40) + 60]},
+    "of huge size": {"dtype": "F32", "shape": [1 << 50], "data_offsets": [0, 1 << 52]},
+    "before the beginning": {"dtype": "F32", "shape": [5, 3], "data_offsets": [-60, 0]},
+    "of another size": {"dtype": "F32", "shape": [5, 4], "data_offsets": [0, 60]},
+    "of an unknown dtype": {"dtype": "F31", "shape": [5, 3], "data_offsets": [0, 60]},
+    "of no shape": {"dtype": "F32", "shape": "53", "data_offsets": [0, 60]},
+    "over another one": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "no entry": [1, 2],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies(copy: Path, lie: str) -> None:
+    rewrite_header(copy, lambda header: header.update({"first.weight": LIES[lie]}))
+    with pytest.raises(checkpoint.DamagedFileError, match=FILES[0]):
+        checkpoint.load(copy, *made())
+
+
+@pytest.mark.parametrize(
+    "place", [[[5, 3], [1, 0]], [[5, 3], [0]], [[-5, 3], [0, 0]], [[9, 3], [0, 0]]]
+)
+def test_a_part_that_does_not_lie_in_its_tensor(copy: Path, place: list[list[int]]) -> None:
+    def change(header: dict[str, Any]) -> None:
+        ours = json.loads(header["__metadata__"]["fsdp_ext"])
+        ours["parts"]["first.weight"][:2] = place
+        header["__metadata__"]["fsdp_ext"] = json.dumps(ours)
+
+    rewrite_header(copy, change)
+    with pytest.raises(ValueError, match=r"first\.weight|part|sizes"):
+        checkpoint.load(copy, *made())
+
+
+def test_an_index_that_names_a_file_elsewhere(copy: Path) -> None:
+    rewrite_index(copy, lambda content: content["files"]["weights"][0].__setitem__(0, "../secret"))
+    with pytest.raises(checkpoint.DamagedFileError, match=r"names '\.\./secret', which is not a"):
+        checkpoint.load(copy, *made())
+
+
+def test_a_checkpoint_of_a_newer_format(copy: Path) -> None:
+    rewrite_index(copy, lambda content: content.update(format=2, fsdp_ext="9.9"))
+    with pytest.raises(ValueError, match=r"has format 2, written by fsdp_ext 9\.9, and this"):
+        checkpoint.load(copy, *made())
+
+
+# - Other models
+
+
+def test_models_with_other_names_and_shapes(saved: Path) -> None:
+    model, optimizer = made()
+    more = nn.ModuleDict({"first": model.first, "second": model.second, "third": nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match=r"has no 'third\.weight', 'third\.bias'\. Load it into"):
+        checkpoint.load(saved, more)
+    less = nn.ModuleDict({"first": model.first})
+    with pytest.raises(ValueError, match=r"has 'second\.bias', 'second\.weight', which the model"):
+        checkpoint.load(saved, less)
+    with pytest.raises(ValueError, match=r"has 'first\.\w+' of shape \(5.*, and the model has"):
+        checkpoint.load(saved, Net(7))
+    with pytest.raises(ValueError, match="got an optimizer whose group 0 has parameters that are"):
+        checkpoint.load(saved, Net(), optimizer)
+    expected = torch.load(_as_torch(saved), weights_only=True)
+    checkpoint.load(saved, less, strict=False)
+    assert torch.equal(model.first.weight, expected["first.weight"])
+
+
+def _as_torch(saved: Path) -> Path:
+    model, optimizer = made()
+    checkpoint.load(saved, model, optimizer)
+    path = saved.parent / "whole.pt"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def test_an_optimizer_that_was_not_saved_or_steps_more(tmp_path: Path) -> None:
+    model, optimizer = made()
+    checkpoint.save(tmp_path / "without", model)
+    with pytest.raises(ValueError, match="was saved without an optimizer"):
+        checkpoint.load(tmp_path / "without", model, optimizer)
+    fewer = torch.optim.AdamW(model.first.parameters())
+    checkpoint.save(tmp_path / "fewer", model, fewer)
+    with pytest.raises(ValueError, match=r"has no state of 'second\.weight', 'second\.bias', "):
+        checkpoint.load(tmp_path / "fewer", model, optimizer)
+
+
+# - Places
+
+
+def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+    model, _ = made()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"is a file\. Pass a directory for checkpoints"):
+        checkpoint.save(tmp_path / "file", model)
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint\. Pass the directory that"):
+        checkpoint.load(tmp_path, model)
+    assert checkpoint.latest(tmp_path / "nothing") is None
+    (tmp_path / ".metadata").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"is a checkpoint of torch\.distributed\."):
+        checkpoint.load(tmp_path, model)
+    with pytest.raises(ValueError, match=r"got keep=0\. Pass a number of at least 1"):
+        checkpoint.save(tmp_path, model, keep=0)
+
+
+def test_another_job_that_writes_there(tmp_path: Path) -> None:
+    model, _ = made()
+    with (
+        directories.locked(tmp_path),
+        pytest.raises(FileExistsError, match="is written by another job"),
+    ):
+        checkpoint.save(tmp_path, model)
+    checkpoint.save(tmp_path, model)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    model, optimizer = made()
+    before = checkpoint.save(tmp_path, model, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"weights-00000\.safetensors cannot be written \(File"):
+            checkpoint.save(tmp_path, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [before.name]
+    checkpoint.load(tmp_path, model, optimizer)
+
+
+def test_a_directory_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(disk, "make_directory", refuse)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*\.saving-000001"):
+        checkpoint.save(tmp_path, made()[0])
+
+
+# - Values
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [({"loader": Odd()}, "extra/loader is a Odd"), ([{1}], "extra/0 is a set"), (Odd, "a type")],
+)
+def test_values_that_would_need_pickle_are_refused(tmp_path: Path, value: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}, which cannot be saved. It may have numbers"):
+        checkpoint.save(tmp_path, nn.Linear(1, 1), extra=value)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_tensors_that_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"is on the meta device and has no elements yet\. Call"):
+        checkpoint.save(tmp_path, nn.Linear(1, 1, device="meta"))
+    sparse = nn.Module()
+    sparse.register_buffer("s", torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match=r"'s' is a Tensor of layout torch\.sparse_coo"):
+        checkpoint.save(tmp_path, sparse)
+    strange = nn.Module()
+    strange.register_buffer("q", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(TypeError, match=r"'q' has dtype torch\.complex128, which safetensors"):
+        checkpoint.save(tmp_path, strange)
+    with pytest.raises(TypeError, match="is a set"):
+        encode({"a": {1}}, "x", {})
+
+
+# - Ranks
+
+
+def _one_rank_fails(place: Path) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = fsdp_ext.fully_shard(Net())
+    failing = {"odd": Odd()} if rank == 1 else {}
+    kind = TypeError if rank == 1 else checkpoint.OtherRanksError
+    with pytest.raises(kind, match=r"extra/odd is a Odd"):
+        checkpoint.save(place, model, extra=failing)
+    path = checkpoint.save(place, model, timeout=timedelta(seconds=60))
+    if rank == 1:
+        os.truncate(path / "weights-00001.safetensors", 3)
+    dist.barrier()
+    before = model.first.weight.to_local().clone()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    with pytest.raises(checkpoint.DamagedFileError, match=r"weights-00001\.safetensors has 3"):
+        checkpoint.load(place, model)
+    assert torch.equal(model.first.weight.to_local(), before + 1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"waited 1 s in checkpoint\.save for rank 1"):
+            checkpoint.save(place, model, timeout=timedelta(seconds=1))
+
+
+def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
+    run_ranks(_one_rank_fails, 2, tmp_path)

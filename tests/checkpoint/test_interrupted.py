@@ -1,0 +1,150 @@
+"""A save that is killed anywhere leaves the checkpoint before, and the next save works."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import disk
+
+KILLED = 9  # the exit code of a process that ended itself
+RAISED = 8
+TOLD = 7  # the error said which rank was gone
+
+
+def made(value: float) -> tuple[nn.Module, Optimizer]:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def kill_at(number: int, half: bool) -> None:
+    """Let this process end itself at a change of the disk, or in the middle of a write."""
+    count = 0
+    write = disk.write
+
+    def before() -> None:
+        nonlocal count
+        count += 1
+        if count > number:
+            os._exit(KILLED)
+
+    def write_half(file: int, buffers: list[memoryview], position: int) -> None:
+        if count == number - 1:
+            os.pwritev(file, [buffers[0][: len(buffers[0]) // 2]], position)
+            os._exit(KILLED)
+        write(file, buffers, position)
+
+    disk.before_change = before
+    if half:
+        disk.write = write_half
+
+
+def start_child(work: Callable[[], None]) -> int:
+    """Run something in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(RAISED)
+    return child
+
+
+def code_of(child: int) -> int:
+    """Return how a process ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def survives(directory: Path, number: int, half: bool) -> bool:
+    """Kill a save at a change of the disk, and check what is left. Return whether it was killed."""
+    checkpoint.save(directory, *made(1.0), {"step": 1})
+    checkpoint.save(directory, *made(2.0), {"step": 2})
+
+    def save() -> None:
+        kill_at(number, half)
+        checkpoint.save(directory, *made(3.0), {"step": 3}, keep=1)
+
+    code = code_of(start_child(save))
+    newest = checkpoint.latest(directory)
+    assert newest is not None
+    model, optimizer = made(0.0)
+    step = checkpoint.load(directory, model, optimizer)["step"]
+    assert step == int(newest.name[-1])
+    assert step >= 2
+    assert torch.equal(model.weight, torch.full((2, 3), float(step)))
+    after = checkpoint.save(directory, *made(4.0), {"step": 4}, keep=1)
+    assert newest.name < after.name
+    assert [path.name for path in directory.iterdir() if path.is_dir()] == [after.name]
+    shutil.rmtree(directory)
+    assert code == KILLED or (code == 0 and step == 3)
+    return code == KILLED
+
+
+def _kill_everywhere(place: Path, half: bool) -> int:
+    """Kill a save at each change of the disk, until one gets through. Return how many failed."""
+    return next(n for n in itertools.count() if not survives(place / str(n), n, half))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["before", "within"])
+def test_a_process_that_is_killed_at_any_change_of_the_disk(tmp_path: Path, half: bool) -> None:
+    (changes,) = run_ranks(_kill_everywhere, 1, tmp_path, half)
+    assert changes > 20
+
+
+def lose_a_rank(directory: Path, rank: int, number: int) -> None:
+    """Save on two ranks, and kill one of them at a change of the disk."""
+    checkpoint.save(directory, *made(1.0))
+
+    def save(this: int) -> None:
+        store = dist.FileStore(str(directory / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=this, world_size=2)
+        if this == rank:
+            kill_at(number, half=False)
+        try:
+            checkpoint.save(directory, *made(2.0), timeout=timedelta(seconds=20))
+        except RuntimeError as error:
+            is_named = f"rank {rank} (process " in str(error) and "has ended" in str(error)
+            os._exit(TOLD if is_named else RAISED)
+
+    children = [start_child(partial(save, this)) for this in range(2)]
+    codes = [code_of(child) for child in children]
+    assert codes[rank] in (KILLED, 0), codes
+    assert codes[1 - rank] in (TOLD, 0), codes
+    newest = checkpoint.latest(directory)
+    assert newest is not None
+    assert newest.name == "checkpoint-000002" or codes != [0, 0]
+    model, optimizer = made(0.0)
+    checkpoint.load(directory, model, optimizer)
+    assert torch.equal(model.weight, torch.full((2, 3), float(newest.name[-1])))
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 2), (0, 12), (1, 0), (1, 3)])
+def test_a_rank_that_is_killed(tmp_path: Path, rank: int, number: int) -> None:
+    lose_a_rank(tmp_path, rank, number)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("rank", "changes"), [(0, 20), (1, 10)])
+def test_a_rank_that_is_killed_at_any_change(tmp_path: Path, rank: int, changes: int) -> None:
+    for number in range(changes):
+        lose_a_rank(tmp_path / str(number), rank, number)
