@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import background
 from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint.contents import Optimizers, as_optimizers
 from fsdp_ext.checkpoint.loading import Loaded, read
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.saving import Snapshot, write
@@ -28,7 +28,7 @@ def latest(directory: str | Path) -> Path | None:
 def save(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Any = None,
     *,
     keep: int | None = None,
@@ -43,7 +43,7 @@ def save(
     Args:
         directory: where the job's checkpoints are, a file system that all ranks share.
         model: the model: sharded, wrapped, or neither.
-        optimizer: an optimizer of its parameters.
+        optimizer: an optimizer of its parameters, or several.
         extra: what else this rank has to save, such as the step, schedulers' state dicts and random
             states: numbers, strings, lists, tuples, dicts, bytes, tensors, NumPy arrays.
         keep: how many checkpoints to keep; the oldest ones are removed once the new one stands.
@@ -65,7 +65,7 @@ def save(
     _check_keep(keep)
     snapshot: Snapshot | Exception
     try:
-        snapshot = Snapshot.take(model, optimizer, extra, ranks)
+        snapshot = Snapshot.take(model, as_optimizers(optimizer), extra, ranks)
     except Exception as error:
         snapshot = error
     return write(snapshot, Path(directory), ranks, keep)
@@ -74,7 +74,7 @@ def save(
 def async_save(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Any = None,
     *,
     keep: int | None = None,
@@ -82,9 +82,12 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> background.Saving:
-    """Copy what :func:`save` would write, and write it while training goes on. All ranks call it.
+    """Save what is there now, while training goes on. All ranks call it.
 
-    The copies stay allocated for the next call.
+    A thread copies it to the host, and then writes the copies. The optimizer's next step waits for
+    the copies. If anything else writes to the parameters that it steps before
+    ``handle.wait_for_copies()`` returns, the save fails. The memory of the copies stays allocated
+    for the next call.
 
     Args:
         directory: as in :func:`save`, as are ``model``, ``optimizer``, ``extra``, ``keep``,
@@ -105,18 +108,26 @@ def async_save(
     _check_keep(keep)
     background.finish(wait=if_running == "wait")
     ranks = Ranks(process_group, timeout)
+    optimizers = as_optimizers(optimizer)
+    staged: background.Staged | None = None
+    failure: Exception | None = None
     try:
-        copies = background.stage(Snapshot.take(model, optimizer, extra, ranks))
+        staged = background.Staged(Snapshot.take(model, optimizers, extra, ranks), optimizers)
     except Exception as error:
         failure = error
-        return background.start(lambda: write(failure, Path(directory), ranks, keep))
-    return background.start(lambda: write(copies(), Path(directory), ranks, keep))
+
+    def work() -> Path:
+        snapshot = staged.finish() if staged is not None else failure
+        assert snapshot is not None
+        return write(snapshot, Path(directory), ranks, keep)
+
+    return background.start(work, staged)
 
 
 def load(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -132,7 +143,7 @@ def load(
         directory: as in :func:`save`, or one checkpoint.
         model: a model of the same parameters, with memory (``to_empty`` after meta-device
             initialization).
-        optimizer: an optimizer of its parameters. Its state is replaced.
+        optimizer: an optimizer of its parameters, or several. Their state is replaced.
         strict: whether the checkpoint and the model have to have the same names.
         process_group: the ranks; all by default.
         timeout: the longest wait for another rank.
@@ -149,6 +160,7 @@ def load(
     background.finish()
     ranks = Ranks(process_group, timeout)
     directory = Path(directory)
+    optimizers = as_optimizers(optimizer)
 
     def newest(_: list[Any]) -> str:
         return directories.locate(directory).name
@@ -157,14 +169,14 @@ def load(
     path = directory if name == directory.name else directory / name
     loaded: Loaded | Exception
     try:
-        loaded = read(path, model, optimizer, ranks.rank, strict=strict)
+        loaded = read(path, model, optimizers, ranks.rank, strict=strict)
     except Exception as error:
         loaded = error
     ranks.agree(
         "checkpoint.load", loaded if isinstance(loaded, Exception) else None, lambda _: None
     )
     assert isinstance(loaded, Loaded)
-    loaded.put_into(model, optimizer)
+    loaded.put_into(model, optimizers)
     return loaded.extra
 
 

@@ -7,13 +7,14 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.saving import Snapshot
+from fsdp_ext.checkpoint.saving import Copy, Snapshot
 
 _NICENESS = 10  # of the thread, so that it takes no core from the ones that train
 
@@ -23,10 +24,12 @@ class Saving:
 
     Args:
         write: writes it.
+        staged: the copies that it writes; None if there are none.
     """
 
-    def __init__(self, write: Callable[[], Path]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[], Path], staged: Staged | None) -> None:
+        self._write: Callable[[], Path] | None = write
+        self._staged = staged
         self._future: Future[Path] = Future()
         self.is_observed = False  # whether somebody has learned how it ended
         # Not a daemon: the interpreter waits for it before it ends.
@@ -53,6 +56,11 @@ class Saving:
             raise error
         return self._future.result()
 
+    def wait_for_copies(self) -> None:
+        """Wait until everything is copied. From then on, anything may change the model."""
+        if self._staged is not None:
+            self._staged.wait()
+
     def error(self) -> BaseException | None:
         """Wait, and return why it was not saved if nobody has learned it yet."""
         error = self._future.exception()
@@ -63,21 +71,22 @@ class Saving:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
+            assert self._write is not None
             self._future.set_result(self._write())
         except BaseException as error:
             self._future.set_exception(error)
         finally:
-            del self._write
+            self._write = None  # it has the model
 
 
 _last: Saving | None = None
 _memory: torch.Tensor | None = None  # of the copies
 
 
-def start(write: Callable[[], Path]) -> Saving:
+def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
     """Write in a thread."""
     global _last
-    _last = Saving(write)
+    _last = Saving(write, staged)
     return _last
 
 
@@ -97,29 +106,88 @@ def finish(*, wait: bool = True) -> None:
         raise RuntimeError(f"the checkpoint before was not saved: {error}") from error
 
 
-def stage(snapshot: Snapshot) -> Callable[[], Snapshot]:
-    """Copy what is saved to memory of the host that stays allocated.
+class Staged:
+    """Copies on the host of what is saved.
 
-    Copies from a GPU are in order with the current stream, and the host does not wait for them.
+    Note [copies before the next step]
+    Between two steps of the optimizer, nothing changes its parameters and states. So the call that
+    saves copies only the rest, such as buffers, and a thread copies these: on the host as it gets
+    to it, and from a GPU on a stream of its own. A hook before the optimizer's step waits until
+    they are copied. Optimizers that step in backward have no such moment; for them the call copies
+    everything. Versions of the tensors tell whether something else has written to them.
 
-    Returns:
-        what waits for the copies, and returns them.
+    Args:
+        snapshot: what is saved.
+        optimizers: those that step it.
     """
+
+    def __init__(self, snapshot: Snapshot, optimizers: Sequence[Optimizer]) -> None:
+        self._snapshot, copies = snapshot.staged(_staging(snapshot.nbytes))
+        is_attached = any(vars(optimizer).get("_attached") for optimizer in optimizers)
+        self._deferred = [copy for copy in copies if copy.is_stepped and not is_attached]
+        self._versions = [copy.owner._version for copy in self._deferred]
+        self._on_gpu = any(copy.source.is_cuda for copy in copies)
+        self._copied = threading.Event()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers
+        ]
+        if self._on_gpu:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                _make(self._deferred)
+            self._event = self._stream.record_event()
+        _make([copy for copy in copies if is_attached or not copy.is_stepped])
+        if self._on_gpu:
+            self._rest = torch.cuda.current_stream().record_event()
+
+    def finish(self) -> Snapshot | Exception:
+        """Make the copies that are left, wait for all, and return them, or why they are wrong."""
+        try:
+            if self._on_gpu:
+                self._event.synchronize()
+                self._rest.synchronize()
+            else:
+                _make(self._deferred)
+            for copy, version in zip(self._deferred, self._versions, strict=True):
+                if copy.owner._version != version:
+                    return RuntimeError(
+                        f"'{copy.name}' was written to while async_save copied it, and not by "
+                        "the optimizer's step. Call the handle's wait_for_copies() before such "
+                        "writes."
+                    )
+            return self._snapshot
+        except Exception as error:
+            return error
+        finally:
+            self._deferred = []
+            self._copied.set()
+            for hook in self._hooks:
+                hook.remove()
+
+    def wait(self) -> None:
+        """Wait until everything is copied."""
+        self._copied.wait()
+
+    def _before_step(self, *_: object) -> None:
+        if self._on_gpu:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            self._copied.wait()
+
+
+def _make(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        copy.target.copy_(copy.source, non_blocking=True)
+
+
+def _staging(nbytes: int) -> torch.Tensor:
+    """Return memory of the host that stays allocated."""
     global _memory
-    nbytes = snapshot.nbytes
-    on_gpu = torch.cuda.is_available()
     if _memory is None or len(_memory) < nbytes:
         _memory = None  # before the new memory, so that both never exist together
-        _memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-    copies = snapshot.staged(_memory)
-    copied = torch.cuda.current_stream().record_event() if on_gpu else None
-
-    def wait() -> Snapshot:
-        if copied is not None:
-            copied.synchronize()
-        return copies
-
-    return wait
+        _memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return _memory
 
 
 @atexit.register

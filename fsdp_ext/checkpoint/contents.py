@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Box:
 
     Attributes:
         tensor: the rank's elements.
+        owner: the whole tensor; a DTensor if ranks share it.
         whole: the shape of the whole tensor.
         offset: where they begin in it.
         copies: how many ranks have the same elements.
@@ -43,6 +44,7 @@ class Box:
     """
 
     tensor: torch.Tensor
+    owner: torch.Tensor
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     copies: int
@@ -63,7 +65,7 @@ def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box |
     if not isinstance(tensor, DTensor):
         _check_plain(name, tensor)
         whole = tuple(tensor.shape)
-        return Box(tensor, whole, (0,) * len(whole), world_size, rank, False)
+        return Box(tensor, tensor, whole, (0,) * len(whole), world_size, rank, False)
     local = tensor.to_local()
     _check_plain(name, local)
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
@@ -86,7 +88,7 @@ def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box |
         if math.prod(whole) or any(coordinate):
             return None
         offset = (0,) * len(whole)
-    return Box(local, whole, tuple(offset), copies, copy, True)
+    return Box(local, tensor, whole, tuple(offset), copies, copy, True)
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -169,70 +171,69 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-# - An optimizer
+# - Optimizers
 
 State = dict[str, Any]
+Optimizers = Optimizer | Iterable[Optimizer] | None
 _NAMES = ("params", "param_names")  # entries of a group that are no options
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Return an optimizer's state by the names of its parameters.
+def as_optimizers(given: Optimizers) -> Sequence[Optimizer]:
+    """Return the optimizers that an argument names."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, Optimizer) else tuple(given)
+
+
+def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
+    """Return the state of optimizers by the names of their parameters.
 
     Returns:
         ``state``: the state of each parameter; ``groups``: the names and options of each group.
 
     Raises:
-        ValueError: if the optimizer has a parameter that is not the model's.
+        ValueError: if an optimizer has a parameter that is not the model's.
     """
-    state, names = _state_and_names(model, optimizer)
-    by_key = {
-        key: name
-        for group, of_group in zip(state["param_groups"], names, strict=True)
-        for key, name in zip(group["params"], of_group, strict=True)
-    }
-    return {
-        "state": {by_key[key]: value for key, value in state["state"].items()},
-        "groups": [
-            {
-                "names": of_group,
-                "options": {key: value for key, value in group.items() if key not in _NAMES},
-            }
-            for group, of_group in zip(state["param_groups"], names, strict=True)
-        ],
-    }
+    found: State = {"state": {}, "groups": []}
+    for optimizer in optimizers:
+        state, names = _state_and_names(model, optimizer)
+        by_key: dict[Any, str] = {}
+        for group, of_group in zip(state["param_groups"], names, strict=True):
+            by_key |= zip(group["params"], of_group, strict=True)
+            options = {key: value for key, value in group.items() if key not in _NAMES}
+            found["groups"].append({"names": of_group, "options": options})
+        found["state"] |= {by_key[key]: value for key, value in state["state"].items()}
+    return found
 
 
-def set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: State) -> None:
+def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved: State) -> None:
     """Load what :func:`optimizer_state` returned.
 
     Each group gets the options that the group of its first parameter had.
     """
     options = {name: group["options"] for group in saved["groups"] for name in group["names"]}
-    state, names = _state_and_names(model, optimizer)
-    groups, states = [], {}
-    for group, of_group in zip(state["param_groups"], names, strict=True):
-        groups.append({**group, **next((options[n] for n in of_group if n in options), {})})
-        for key, name in zip(group["params"], of_group, strict=True):
-            if name in saved["state"]:
-                states[key] = saved["state"][name]
-    loadable = {**state, "state": states, "param_groups": groups}
-    if _is_flat(optimizer):
-        loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loadable)
-    optimizer.load_state_dict(loadable)
+    for optimizer in optimizers:
+        state, names = _state_and_names(model, optimizer)
+        groups, states = [], {}
+        for group, of_group in zip(state["param_groups"], names, strict=True):
+            groups.append({**group, **next((options[n] for n in of_group if n in options), {})})
+            for key, name in zip(group["params"], of_group, strict=True):
+                if name in saved["state"]:
+                    states[key] = saved["state"][name]
+        loadable = {**state, "state": states, "param_groups": groups}
+        if _is_flat(optimizer):
+            loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loadable)
+        optimizer.load_state_dict(loadable)
 
 
-def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return the parameters that an optimizer's states are like, by name."""
-    if _is_flat(optimizer):
-        weights = weights_of(model)
-        _, groups_of_names = _state_and_names(model, optimizer)
-        return {name: weights[name] for names in groups_of_names for name in names}
-    groups = zip(optimizer.param_groups, _names_of_groups(model, optimizer), strict=True)
-    return {
-        name: param
-        for group, names in groups
-        for param, name in zip(group["params"], names, strict=True)
-    }
+def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+    """Return the parameters that the states of optimizers are like, by name."""
+    weights = weights_of(model)
+    params: dict[str, torch.Tensor] = {}
+    for optimizer in optimizers:
+        _, names = _state_and_names(model, optimizer)
+        params |= {name: weights[name] for of_group in names for name in of_group}
+    return params
 
 
 def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, list[list[str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,15 +34,15 @@ class Loaded:
     optimizer: contents.State | None
     extra: Any
 
-    def put_into(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Change the model and the optimizer."""
+    def put_into(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Change the model and the optimizers."""
         contents.set_weights(model, self.weights)
-        if optimizer is not None and self.optimizer is not None:
-            contents.set_optimizer_state(model, optimizer, self.optimizer)
+        if self.optimizer is not None:
+            contents.set_optimizer_state(model, optimizers, self.optimizer)
 
 
 def read(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, rank: int, *, strict: bool
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], rank: int, *, strict: bool
 ) -> Loaded:
     """Read what a rank needs of a checkpoint.
 
@@ -54,8 +54,8 @@ def read(
     reader = Reader()
     weights = _plan_weights(checkpoint, model, reader, strict)
     build_optimizer = None
-    if optimizer is not None:
-        build_optimizer = _plan_optimizer(checkpoint, model, optimizer, reader)
+    if optimizers:
+        build_optimizer = _plan_optimizer(checkpoint, model, optimizers, reader)
     reader.run()
     return Loaded(
         {name: build() for name, build in weights.items()},
@@ -163,7 +163,7 @@ def _whole_like(parts: Parts, name: str) -> torch.Tensor:
 
 
 def _plan_optimizer(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, reader: Reader
+    checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[Optimizer], reader: Reader
 ) -> Callable[[], contents.State]:
     if "optimizer" not in checkpoint.files:
         raise ValueError(
@@ -171,7 +171,7 @@ def _plan_optimizer(
             "optimizer=."
         )
     parts = checkpoint.parts("optimizer")
-    params = contents.parameters_of(model, optimizer)
+    params = contents.parameters_of(model, optimizers)
     saved: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for tree in checkpoint.trees("optimizer"):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,31 @@ class Kind:
     Attributes:
         boxes: the tensors, by name.
         tree: everything else, as JSON.
+        stepped: the names of the tensors that nothing but an optimizer's step changes.
     """
 
     boxes: dict[str, Box]
     tree: Any
+    stepped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that is to be made.
+
+    Attributes:
+        name: the tensor.
+        target: where it is copied to.
+        source: the rank's elements.
+        owner: the tensor that they are of, whose version counts writes.
+        is_stepped: whether nothing but an optimizer's step changes it.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+    owner: torch.Tensor
+    is_stepped: bool
 
 
 @dataclass(frozen=True)
@@ -63,29 +84,34 @@ class Snapshot:
 
     @classmethod
     def take(
-        cls, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks
+        cls, model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, ranks: Ranks
     ) -> Snapshot:
         """Collect what a rank saves. Tensors share memory with the model's.
 
         Raises:
             TypeError: if something cannot be saved.
-            ValueError: if the optimizer is not the model's.
+            ValueError: if an optimizer is not the model's.
         """
+        state = optimizer_state(model, optimizers)
         everything = weights_of(model)
         tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
         aliases = aliases_of(tensors)
         weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         other = {name: value for name, value in everything.items() if name not in tensors}
         tree = {name: encode(value, name, weights) for name, value in other.items()}
+        trained = frozenset(name for group in state["groups"] for name in group["names"])
         kinds = {
             "weights": Kind(
-                own_boxes(weights, ranks.rank, ranks.size), {"aliases": aliases, "other": tree}
+                own_boxes(weights, ranks.rank, ranks.size),
+                {"aliases": aliases, "other": tree},
+                trained,
             )
         }
         elements = sum(tensor.numel() for tensor in weights.values())
-        if optimizer is not None:
-            states, tree = _encoded_optimizer(optimizer_state(model, optimizer))
-            kinds["optimizer"] = Kind(own_boxes(states, ranks.rank, ranks.size), tree)
+        if optimizers:
+            states, tree = _encoded_optimizer(state)
+            boxes = own_boxes(states, ranks.rank, ranks.size)
+            kinds["optimizer"] = Kind(boxes, tree, frozenset(boxes))
             elements += sum(tensor.numel() for tensor in states.values())
         if extra is not None:
             kinds["extra"] = _extra_kind(extra)
@@ -103,21 +129,21 @@ class Snapshot:
         ]
         return checksum(json.dumps([names, self.elements]).encode())
 
-    def staged(self, memory: torch.Tensor) -> Snapshot:
-        """Copy the tensors into ``memory``, and return a snapshot of the copies."""
+    def staged(self, memory: torch.Tensor) -> tuple[Snapshot, list[Copy]]:
+        """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""
         position = 0
-        kinds = {}
+        kinds, copies = {}, []
         for name, kind in self.kinds.items():
             boxes = {}
             for key, box in kind.boxes.items():
                 nbytes = box.part.nbytes
                 copy = memory[position : position + nbytes].view(box.tensor.dtype)
                 copy = copy.view(box.tensor.shape)
-                copy.copy_(box.tensor, non_blocking=True)
-                boxes[key] = dataclasses.replace(box, tensor=copy)
+                copies.append(Copy(key, copy, box.tensor, box.owner, key in kind.stepped))
+                boxes[key] = dataclasses.replace(box, tensor=copy, owner=copy)
                 position += _round_up(nbytes)
-            kinds[name] = Kind(boxes, kind.tree)
-        return dataclasses.replace(self, kinds=kinds)
+            kinds[name] = dataclasses.replace(kind, boxes=boxes)
+        return dataclasses.replace(self, kinds=kinds), copies
 
     @property
     def nbytes(self) -> int:

@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import checkpoint, optim
@@ -115,6 +117,60 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
     assert (checkpoint.latest(tmp_path) is None) == fails
     expected = "fsdp_ext: the last checkpoint was not saved: [Errno 28] No space left on device\n"
     assert ended.stderr == (expected if fails else "")
+
+
+def _step_while_copies_wait(place: Path, attached: bool) -> None:
+    make = background._make
+    go_on = threading.Event()
+
+    def make_late(copies: Any) -> None:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        make(copies)
+
+    background._make = make_late
+    model = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    optimizer = optim.AdamW(model.parameters(), lr=1.0)
+    if attached:
+        optimizer.attach(model)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    state = [whole(value).clone() for value in model.state_dict().values()]
+    saving = checkpoint.async_save(place, model, optimizer)
+    threading.Timer(0.3, go_on.set).start()
+    model(torch.randn(4, 2)).sum().backward()  # changes buffers, and what is attached
+    assert not go_on.is_set()
+    optimizer.step()
+    assert go_on.is_set()
+    saving.result()
+    assert not optimizer._optimizer_step_pre_hooks
+    checkpoint.load(place, model, optimizer)
+    for value, expected in zip(model.state_dict().values(), state, strict=True):
+        assert torch.equal(whole(value), expected)
+
+    go_on.clear()
+    saving = checkpoint.async_save(place, model, optimizer)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    go_on.set()
+    if attached:
+        saving.result()
+        return
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was written to while async_save copied"):
+        saving.result()
+    saving = checkpoint.async_save(place, model, optimizer)
+    saving.wait_for_copies()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    saving.result()
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_step_waits_for_the_copies_of_what_it_changes(tmp_path: Path, attached: bool) -> None:
+    run_ranks(_step_while_copies_wait, 1, tmp_path, attached, fresh=True)
 
 
 def _train_beside_saves(place: Path) -> None:

@@ -1,0 +1,337 @@
+"""How long do saving and loading a checkpoint take, and how long does training wait?
+
+Ranks save and load a GPT with AdamW (weights and two moments, float32), in turns, into the same
+directory: fsdp_ext.checkpoint; torch.distributed.checkpoint (DCP), whose async_save runs in a
+thread or in a process; and torch.save of the full state on rank 0. "plain" writes the same bytes in
+large pieces, each rank its own, and reads them. Every write ends with the bytes on the disk (fsync;
+DCP's sync_files), and files are dropped from the page cache before they are read.
+
+"blocked" is how long the call takes, and "total" ends when the checkpoint is complete. The slowest
+rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how much the
+peak of a rank's resident memory rose. "a step" is one step of training, for comparison.
+All ranks but the last one save and load; "load by more ranks" loads the same files on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp_ext
+from bench.harness import ranks
+from bench.harness.output import print_table
+from bench.harness.runner import Keep
+from bench.harness.timing import Timing, as_microseconds
+from bench.models.training import GPT, MEDIUM, SMALL, GPTConfig
+from fsdp_ext import checkpoint
+
+DEVICES = ("cpu",)
+RANKS = 3
+LARGE = GPTConfig(vocabulary=8192, context=64, dim=1024, layers=15, heads=16)  # 206 M parameters
+PIECE = 8 << 20
+OURS = "fsdp_ext"
+
+Call = Callable[[Path], Callable[[], Any]]
+
+
+class Training:
+    """A model with its optimizer after one step, sharded over some of the ranks."""
+
+    def __init__(self, config: GPTConfig, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(0)
+        model = GPT(config)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in model.blocks:
+            fsdp_ext.fully_shard(block, mesh=mesh)
+        self.model: Any = fsdp_ext.fully_shard(model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(config.vocabulary, (4, config.context))
+        self.group = group
+        self.step()
+        self.parameters = sum(param.numel() for param in self.model.parameters())
+        self.nbytes = 3 * 4 * self.parameters
+
+    def step(self) -> None:
+        self.model(self.tokens).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self, **options: bool) -> dict[str, Any]:
+        weights, moments = get_state_dict(
+            self.model, self.optimizer, options=StateDictOptions(**options)
+        )
+        return {"model": weights, "optimizer": moments}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+# - Saving. A call returns what waits until the checkpoint is complete.
+
+
+def nothing() -> None:
+    pass
+
+
+def save_ours(training: Training, place: Path) -> Callable[[], Any]:
+    checkpoint.save(place, training.model, training.optimizer, process_group=training.group)
+    return nothing
+
+
+def save_ours_async(training: Training, place: Path) -> Callable[[], Any]:
+    return checkpoint.async_save(
+        place, training.model, training.optimizer, process_group=training.group
+    ).result
+
+
+def save_dcp(training: Training, place: Path) -> Callable[[], Any]:
+    dcp.save(training.state(), checkpoint_id=place, process_group=training.group)
+    return nothing
+
+
+def save_dcp_async(kind: AsyncCheckpointerType, training: Training, place: Path) -> Any:
+    saving: Any = dcp.async_save(
+        training.state(),
+        checkpoint_id=place,
+        process_group=training.group,
+        async_checkpointer_type=kind,
+    )
+    return saving.result
+
+
+def save_full(training: Training, place: Path) -> Callable[[], Any]:
+    state = training.state(full_state_dict=True, cpu_offload=True)
+    if dist.get_rank() == 0:
+        place.mkdir()
+        with (place / "full.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    dist.barrier(group=training.group)
+    return nothing
+
+
+def save_plain(training: Training, place: Path) -> Callable[[], Any]:
+    place.mkdir(exist_ok=True)
+    piece = memoryview(bytearray(os.urandom(1 << 16) * (PIECE >> 16)))
+    remaining = training.nbytes // training.group.size()
+    with (place / str(dist.get_rank())).open("wb", buffering=0) as file:
+        while remaining > 0:
+            remaining -= file.write(piece[:remaining])
+        os.fsync(file.fileno())
+    dist.barrier(group=training.group)
+    return nothing
+
+
+# - Loading
+
+
+def load_ours(training: Training, place: Path) -> Callable[[], Any]:
+    checkpoint.load(place, training.model, training.optimizer, process_group=training.group)
+    return nothing
+
+
+def load_dcp(training: Training, place: Path) -> Callable[[], Any]:
+    state = training.state()
+    dcp.load(state, checkpoint_id=place, process_group=training.group)
+    training.set_state(state)
+    return nothing
+
+
+def load_plain(training: Training, place: Path) -> Callable[[], Any]:
+    piece = bytearray(PIECE)
+    with (place / str(dist.get_rank())).open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+    dist.barrier(group=training.group)
+    return nothing
+
+
+# - Measuring
+
+
+def measure(args: argparse.Namespace, keep: Keep) -> None:
+    """Save and load with all systems in turns."""
+    ranks.join(args.device)
+    savers = dist.new_group(list(range(dist.get_world_size() - 1)))
+    sizes = [("tiny", SMALL)] if args.quick else [("21 M", MEDIUM), ("200 M", LARGE)]
+    for size, config in sizes:
+        with shared_directory() as directory:
+            repeats = 2 if args.quick else 5
+            for row in rows_of(config, savers, directory, repeats):
+                if dist.get_rank() == 0:
+                    keep({"size": size, **row})
+
+
+@contextlib.contextmanager
+def shared_directory() -> Iterator[Path]:
+    """Make a temporary directory that all ranks use."""
+    names = [tempfile.mkdtemp(prefix="fsdp_ext-bench-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
+
+
+def rows_of(
+    config: GPTConfig, savers: Any, directory: Path, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Measure one size of model. ``savers`` are all ranks but the last one."""
+    world = dist.group.WORLD
+    assert world is not None
+    is_saver = dist.get_rank() < world.size() - 1
+    training = Training(config, savers) if is_saver else None
+    calls: dict[tuple[str, str], Any] = {
+        ("plain", "save"): save_plain,
+        (OURS, "save"): save_ours,
+        (OURS, "async_save"): save_ours_async,
+        ("DCP", "save"): save_dcp,
+        ("DCP, thread", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.THREAD),
+        ("DCP, process", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.PROCESS),
+        ("torch.save", "save"): save_full,
+        ("plain", "load"): load_plain,
+        (OURS, "load"): load_ours,
+        ("DCP", "load"): load_dcp,
+    }
+    results: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in calls}
+    steps = []
+    if training is not None:
+        for repeat in range(repeats + 1):  # the first one warms up
+            dist.barrier(group=savers)
+            start = time.perf_counter()
+            training.step()
+            steps.append(time.perf_counter() - start)
+            for (system, action), call in calls.items():
+                place = directory / system
+                if action != "load" and dist.get_rank() == 0:
+                    shutil.rmtree(place, ignore_errors=True)
+                elif action == "load":
+                    drop_from_cache(place)
+                dist.barrier(group=savers)
+                taken = timed(partial(call, training, place), savers)
+                if repeat:
+                    results[system, action].append(taken)
+    dist.barrier()
+    more = Training(config, world)
+    for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
+        key = (system, "load by more ranks")
+        results[key] = []
+        for _ in range(repeats):
+            drop_from_cache(directory / system)
+            dist.barrier()
+            results[key].append(timed(partial(call, more, directory / system), world))
+    if dist.get_rank() == 0:
+        yield from as_rows(results, more.nbytes, steps[1:])
+
+
+def timed(call: Callable[[], Callable[[], Any]], group: dist.ProcessGroup) -> Any:
+    """Return the blocked and the total seconds, and the rise of the peak memory, of all ranks."""
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start = time.perf_counter()
+    wait = call()
+    blocked = time.perf_counter() - start
+    wait()
+    total = time.perf_counter() - start
+    figures = torch.tensor([blocked, total, memory("VmHWM") - before], dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX, group=group)
+    return tuple(figures.tolist())
+
+
+def memory(name: str) -> int:
+    """Return a figure of this process's memory in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise LookupError(name)
+
+
+def drop_from_cache(directory: Path) -> None:
+    """Drop the files in a directory from the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def as_rows(
+    results: dict[tuple[str, str], list[Any]], nbytes: int, steps: list[float]
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of one size of model."""
+    plain = {
+        action: Timing.of([total for _, total, _ in results["plain", action]]).median
+        for action in ("save", "load")
+    }
+    for (system, action), taken in results.items():
+        blocked, total, rose = zip(*taken, strict=True)
+        kind = "save" if "save" in action else "load"
+        yield {
+            "system": system,
+            "action": action,
+            "device": "cpu",
+            "transport": "disk",
+            "bytes": nbytes,
+            "blocked_us": as_microseconds(Timing.of(blocked)),
+            "total_us": as_microseconds(Timing.of(total)),
+            "bytes_per_second": nbytes / Timing.of(total).median,
+            "of_plain": plain[kind] / Timing.of(total).median,
+            "memory_bytes": max(rose),
+            "step_us": as_microseconds(Timing.of(steps)),
+        }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    for size in dict.fromkeys(row["size"] for row in rows):
+        of_size = [row for row in rows if row["size"] == size]
+        first = of_size[0]
+        print(
+            f"{size} parameters, {first['bytes'] / 1e6:,.0f} MB with AdamW; a step takes "
+            f"{in_milliseconds(first['step_us'])} ms"
+        )
+        table = [
+            [
+                row["system"],
+                row["action"],
+                *(in_milliseconds(row[key]) for key in ("blocked_us", "total_us")),
+                f"{row['bytes_per_second'] / 1e6:,.0f}",
+                f"{row['of_plain']:.2f}",
+                f"{row['memory_bytes'] / 1e6:,.0f}",
+            ]
+            for row in of_size
+        ]
+        columns = ["system", "call", "blocked ms", "total ms", "MB/s", "of plain", "memory MB"]
+        print_table(columns, table)
+
+
+def in_milliseconds(figures: dict[str, float]) -> str:
+    median, low, high = (figures[key] / 1e3 for key in ("median", "low", "high"))
+    return f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
