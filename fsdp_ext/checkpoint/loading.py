@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import contents
-from fsdp_ext.checkpoint.reading import Checkpoint, Reader, decoded, shape_of
-from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
-
-Parts = Mapping[str, list[tuple[TensorFile, Part]]]
+from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
+from fsdp_ext.checkpoint.tensor_files import DamagedFileError
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,7 @@ def _plan_weights(
 ) -> dict[str, Build]:
     """Plan to read a model's weights, by name."""
     parts = checkpoint.parts("weights")
-    other: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    for tree in checkpoint.trees("weights"):
-        other |= tree["other"]
-        aliases |= tree["aliases"]
+    other, aliases = checkpoint.other(), checkpoint.aliases()
     inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
     names = {*parts, *other, *aliases} - inner
     wanted = contents.weights_of(model)
@@ -172,11 +166,7 @@ def _plan_optimizer(
         )
     parts = checkpoint.parts("optimizer")
     params = contents.parameters_of(model, optimizers)
-    saved: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for tree in checkpoint.trees("optimizer"):
-        saved |= tree["state"]
-        groups += [group for group in tree["groups"] if group not in groups]
+    groups = checkpoint.groups()
     known = {name for group in groups for name in group["names"]}
     unknown = [name for name in params if name not in known]
     if unknown:
@@ -186,7 +176,7 @@ def _plan_optimizer(
         )
     states = {
         name: _plan_tree(tree, partial(_state_like, parts, params[name]), parts, reader, checkpoint)
-        for name, tree in saved.items()
+        for name, tree in checkpoint.states().items()
         if name in params
     }
     whole = partial(_whole_like, parts)

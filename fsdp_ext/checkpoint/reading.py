@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from fsdp_ext.checkpoint.trees import decode
 _THREADS = min(8, os.cpu_count() or 1)
 _PIECE = 16 * BLOCK  # bytes that one thread reads at a time
 
+Parts = dict[str, list[tuple[TensorFile, Part]]]
 Job = Callable[[], None]
 Slices = tuple[slice, ...]
 
@@ -56,11 +56,32 @@ class Checkpoint:
                 for kind, entries in self.content["files"].items()
             }
 
-    def trees(self, kind: str) -> list[Any]:
-        """Return what the files of a kind have beside tensors."""
-        return [file.tree for file in self.files[kind]]
+    def aliases(self) -> dict[str, str]:
+        """Return the other names of weights, with the name under which each is stored."""
+        return {k: v for part in self._trees("weights", "aliases") for k, v in part.items()}
 
-    def parts(self, kind: str) -> dict[str, list[tuple[TensorFile, Part]]]:
+    def other(self) -> dict[str, Any]:
+        """Return the entries of the model's state dict that are no tensors, encoded."""
+        return {k: v for part in self._trees("weights", "other") for k, v in part.items()}
+
+    def states(self) -> dict[str, Any]:
+        """Return the optimizer's state of each parameter, encoded."""
+        return {k: v for part in self._trees("optimizer", "state") for k, v in part.items()}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups: ``names``, and ``options``, which are encoded."""
+        groups: list[dict[str, Any]] = []
+        for part in self._trees("optimizer", "groups"):
+            groups += [group for group in part if group not in groups]
+        return groups
+
+    def _trees(self, kind: str, key: str) -> Iterator[Any]:
+        for file in self.files[kind]:
+            if not isinstance(file.tree, dict) or key not in file.tree:
+                raise DamagedFileError(f"{file.path} has no '{key}' in its metadata.")
+            yield file.tree[key]
+
+    def parts(self, kind: str) -> Parts:
         """Return the parts of each tensor, by name. No part comes twice."""
         found: dict[str, dict[Any, tuple[TensorFile, Part]]] = defaultdict(dict)
         for file in self.files[kind]:
@@ -256,11 +277,3 @@ def _read_and_cut(
 def shape_of(parts: list[tuple[TensorFile, Part]]) -> tuple[int, ...]:
     """Return the shape of the whole tensor."""
     return parts[0][1].whole
-
-
-def total_bytes(parts: Mapping[str, list[tuple[TensorFile, Part]]]) -> int:
-    """Return the bytes of all whole tensors."""
-    return sum(
-        math.prod(shape_of(of_tensor)) * of_tensor[0][1].dtype.itemsize
-        for of_tensor in parts.values()
-    )

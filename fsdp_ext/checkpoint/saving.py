@@ -21,6 +21,7 @@ from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.contents import (
     Box,
+    State,
     aliases_of,
     optimizer_state,
     own_boxes,
@@ -109,7 +110,7 @@ class Snapshot:
         }
         elements = sum(tensor.numel() for tensor in weights.values())
         if optimizers:
-            states, tree = _encoded_optimizer(state)
+            states, tree = encoded_optimizer(state)
             boxes = own_boxes(states, ranks.rank, ranks.size)
             kinds["optimizer"] = Kind(boxes, tree, frozenset(boxes))
             elements += sum(tensor.numel() for tensor in states.values())
@@ -159,7 +160,8 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // 16) * 16  # a view of any dtype begins there
 
 
-def _encoded_optimizer(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+def encoded_optimizer(state: State) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the tensors of what :func:`optimizer_state` returned, and the rest as JSON."""
     tensors: dict[str, torch.Tensor] = {}
     states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
     groups = [
@@ -232,7 +234,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
                     "together. All ranks of the model's meshes have to save: pass their "
                     "process_group=."
                 )
-            _write_index(place, snapshot, [of_rank["files"] for of_rank in files])
+            write_index(place, [of_rank["files"] for of_rank in files], snapshot.mesh)
             return directories.commit(place).name
 
         try:
@@ -284,13 +286,20 @@ def _write_files(snapshot: Snapshot, place: Path, rank: int, same_names: bool) -
     return {"files": files, "elements": elements}
 
 
-def _write_index(place: Path, snapshot: Snapshot, files: list[dict[str, Any]]) -> None:
+def write_index(place: Path, files: list[dict[str, Any]], mesh: dict[str, int]) -> None:
+    """Write the index of a checkpoint.
+
+    Args:
+        place: the directory where the checkpoint is written.
+        files: the name, size and checksum of each file, by kind, of each rank.
+        mesh: as in :class:`Snapshot`.
+    """
     content = {
         "format": FORMAT,
         "fsdp_ext": _build_info.VERSION,
         "torch": torch.__version__,
         "world_size": len(files),
-        "mesh": snapshot.mesh,
+        "mesh": mesh,
         "files": {
             kind: [of_rank[kind] for of_rank in files if kind in of_rank]
             for kind in ("weights", "optimizer", "extra")

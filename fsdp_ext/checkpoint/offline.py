@@ -1,0 +1,225 @@
+"""Checkpoints without a model: look into one, and convert it from and to other formats."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from fsdp_ext._util.tables import size
+from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint.contents import own_boxes
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
+from fsdp_ext.checkpoint.saving import (
+    Kind,
+    Snapshot,
+    encoded_optimizer,
+    write,
+    write_index,
+)
+from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, TensorFile, Writer
+from fsdp_ext.checkpoint.trees import encode
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+Whole = Mapping[str, Part]
+
+
+def describe(path: Path, list_tensors: bool) -> str:
+    """Return what a checkpoint has, as text."""
+    checkpoint = Checkpoint(path)
+    content = checkpoint.content
+    mesh = ", ".join(f"{name} {length}" for name, length in content["mesh"].items()) or "none"
+    lines = [
+        f"{path}: {content['world_size']} ranks (mesh: {mesh}), fsdp_ext {content['fsdp_ext']}, "
+        f"torch {content['torch']}"
+    ]
+    for kind, files in checkpoint.files.items():
+        nbytes = sum(part.nbytes for file in files for part in file.parts.values())
+        names = {name for file in files for name in file.parts}
+        lines.append(f"{kind}: {len(names)} tensors, {size(nbytes)}, in {len(files)} files")
+        if list_tensors and kind != "extra":
+            for name, parts in sorted(checkpoint.parts(kind).items()):
+                dtype = str(parts[0][1].dtype).removeprefix("torch.")
+                lines.append(f"  {name}  {dtype}{list(shape_of(parts))}  in {len(parts)} parts")
+    return "\n".join(lines)
+
+
+def verify(path: Path) -> int:
+    """Read all data of a checkpoint and check it. Return the number of bytes.
+
+    Raises:
+        DamagedFileError: for the first damage.
+    """
+    checkpoint = Checkpoint(path)
+    files = [file for of_kind in checkpoint.files.values() for file in of_kind]
+    nbytes, memory = 0, memoryview(bytearray(16 * BLOCK))
+    for file in tqdm(files, unit="file"):
+        with file:
+            for name, part in file.parts.items():
+                for begin in range(0, part.nbytes, len(memory)):
+                    file.read(name, begin, memory[: part.nbytes - begin])
+                nbytes += part.nbytes
+    return nbytes
+
+
+# - One whole tensor after the other
+
+
+def whole_parts(checkpoint: Checkpoint, kind: str) -> dict[str, Part]:
+    """Return the whole tensors of a checkpoint, by name."""
+    return {
+        name: Part(parts[0][1].dtype, shape_of(parts), shape_of(parts), (0,) * len(shape_of(parts)))
+        for name, parts in checkpoint.parts(kind).items()
+    }
+
+
+def read_whole(parts: Parts, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read whole tensors, one after the other."""
+    for name in names:
+        of_tensor = parts[name]
+        shape = shape_of(of_tensor)
+        tensor = torch.empty(shape, dtype=of_tensor[0][1].dtype)
+        reader = Reader()
+        if tensor.numel():
+            reader.add(name, of_tensor, (0,) * len(shape), tensor)
+        reader.run()
+        yield name, tensor
+
+
+def import_files(files: Iterable[Path], directory: Path) -> Path:
+    """Make a checkpoint of the weights in files of safetensors, such as Hugging Face's.
+
+    Args:
+        files: the files. No two of them have a tensor of the same name.
+        directory: the directory of the job's checkpoints.
+
+    Returns:
+        the new checkpoint.
+    """
+    parts: dict[str, list[tuple[TensorFile, Part]]] = {}
+    for path in files:
+        file = TensorFile(path)
+        for name, part in file.parts.items():
+            if name in parts:
+                raise ValueError(f"{path} and {parts[name][0][0].path} both have '{name}'.")
+            parts[name] = [(file, part)]
+    whole = {name: Part(p.dtype, p.shape, p.shape, p.offset) for name, ((_, p),) in parts.items()}
+    tree: dict[str, Any] = {"aliases": {}, "other": {}}
+    with directories.locked(directory):
+        place = directories.begin(directory)
+        with Writer(place / "weights-00000.safetensors", whole, tree) as writer:
+            for name, tensor in tqdm(read_whole(parts, whole), total=len(whole), unit="tensor"):
+                writer.add(name, tensor)
+            written = writer.finish()
+        write_index(place, [{"weights": ("weights-00000.safetensors", *written)}], {})
+        return directories.commit(place)
+
+
+# - torch.distributed.checkpoint
+
+
+def from_dcp(source: Path, directory: Path) -> Path:
+    """Make a checkpoint of one of torch.distributed.checkpoint. It is read as a whole.
+
+    Of what was passed to ``dcp.save``, a dict with "state" and "param_groups" is the optimizer's, a
+    dict of tensors is the model's, and the rest is ``extra``. A flat dict of tensors is a model's.
+
+    Args:
+        source: its directory. Parts of it are pickled, so it has to be trusted.
+        directory: the directory of the job's checkpoints.
+
+    Returns:
+        the new checkpoint.
+
+    Raises:
+        ValueError: if it has no weights, or those of several models or optimizers.
+    """
+    saved: dict[str, Any] = {}
+    _load_state_dict(
+        saved,
+        storage_reader=FileSystemReader(source),
+        planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
+        no_dist=True,
+    )
+    if all(isinstance(value, torch.Tensor) for value in saved.values()):
+        saved = {"model": saved}
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, value in saved.items():
+        kinds[_kind_of(value)].append(name)
+    for kind in ("weights", "optimizer"):
+        if len(kinds[kind]) > 1 or (kind == "weights" and not kinds[kind]):
+            raise ValueError(
+                f"{source} has {kinds[kind] or list(saved)}, and one dict of {kind} is needed. "
+                "Load it with dcp.load, and call save."
+            )
+    weights = saved[kinds["weights"][0]]
+    files = {"weights": Kind(own_boxes(weights, 0, 1), {"aliases": {}, "other": {}})}
+    if kinds["optimizer"]:
+        state = saved[kinds["optimizer"][0]]
+        groups = [
+            {
+                "names": list(group["params"]),
+                "options": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            }
+            for group in state["param_groups"]
+        ]
+        tensors, tree = encoded_optimizer({"state": state["state"], "groups": groups})
+        files["optimizer"] = Kind(own_boxes(tensors, 0, 1), tree)
+    if kinds["extra"]:
+        tensors = {}
+        tree = encode({name: saved[name] for name in kinds["extra"]}, "extra", tensors)
+        files["extra"] = Kind(own_boxes(tensors, 0, 1), tree)
+    boxes = [b for name, kind in files.items() if name != "extra" for b in kind.boxes.values()]
+    elements = sum(box.tensor.numel() for box in boxes)
+    return write(Snapshot(files, elements, {}), directory, Ranks(None, timedelta(0)), None)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, dict):
+        if value.keys() >= {"state", "param_groups"}:
+            return "optimizer"
+        if value and all(isinstance(item, torch.Tensor) for item in value.values()):
+            return "weights"
+    return "extra"
+
+
+def to_dcp(source: Path, target: Path) -> None:
+    """Write a checkpoint as ``dcp.save({"model": ..., "optimizer": ...})`` would.
+
+    It is read as a whole.
+    """
+    checkpoint = Checkpoint(source)
+    saved: dict[str, Any] = {}
+    parts = checkpoint.parts("weights")
+    weights = dict(read_whole(parts, parts))
+    weights |= {alias: weights[name] for alias, name in checkpoint.aliases().items()}
+    for name, other in checkpoint.other().items():
+        weights[name] = decoded(other, weights.__getitem__, source)
+    saved["model"] = weights
+    if "optimizer" in checkpoint.files:
+        parts = checkpoint.parts("optimizer")
+        tensor_of = dict(read_whole(parts, parts)).__getitem__
+        saved["optimizer"] = {
+            "state": {
+                name: decoded(state, tensor_of, source)
+                for name, state in checkpoint.states().items()
+            },
+            "param_groups": [
+                {**decoded(group["options"], tensor_of, source), "params": group["names"]}
+                for group in checkpoint.groups()
+            ],
+        }
+    extra = checkpoint.extra_of(0)
+    if extra is not None:
+        saved["extra"] = extra
+    save(saved, checkpoint_id=target, no_dist=True)

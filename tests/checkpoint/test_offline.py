@@ -1,0 +1,97 @@
+"""Checkpoints can be looked into and converted without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.launcher import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fsdp_ext
+from fsdp_ext import checkpoint
+from fsdp_ext.__main__ import main
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.embed(tokens)))
+        return out
+
+
+def made(seed: int = 0, shard: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Tied()
+    if shard:
+        fsdp_ext.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _save(place: Path) -> None:
+    made_ = made(shard=True)
+    checkpoint.save(place / "ours", *made_, {"step": 5, "seed": torch.tensor(3)})
+    weights, states = get_state_dict(*made_)
+    dcp.save({"model": weights, "optimizer": states, "step": 5}, checkpoint_id=place / "dcp")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("offline")
+    run_ranks(_save, 2, place)
+    return place
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [*model.state_dict().values(), *states, torch.tensor(optimizer.param_groups[0]["lr"])]
+
+
+def assert_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pairs = zip(states_of(model, optimizer), states_of(*made()), strict=True)
+    assert all(torch.allclose(got, expected) for got, expected in pairs)
+
+
+def test_inspect_shows_and_verifies(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(place / "ours"), "--tensors", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint-000001: 2 ranks (mesh: 0 2), fsdp_ext" in out
+    assert "weights: 7 tensors" in out
+    assert "  embed.weight  float32[7, 4]  in 2 parts" in out
+    assert "are as they were written" in out
+
+
+def test_inspect_names_damage(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(place / "nothing")]) == 1
+    assert "has no checkpoint" in capsys.readouterr().err
+
+
+def test_from_dcp_and_back(place: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(place / "dcp"), str(tmp_path / "ours")]) == 0
+    model, optimizer = made(1)
+    assert checkpoint.load(tmp_path / "ours", model, optimizer) == {"step": 5}
+    assert_loaded(model, optimizer)
+
+
+def test_to_dcp(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(place / "ours"), str(tmp_path / "dcp")]) == 0
+    model, optimizer = made(1)
+    weights, states = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": states}
+    dcp.load(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert_loaded(model, optimizer)
+    assert main(["convert", str(place / "ours"), str(tmp_path / "dcp")]) == 1
+    assert "is not empty. Choose a new directory" in capsys.readouterr().err
