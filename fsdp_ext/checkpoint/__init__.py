@@ -1,8 +1,12 @@
-"""Checkpoints, from the flat shards and back."""
+"""Checkpoints: weights and optimizer states in files, and from files.
+
+See docs/checkpoints.md.
+"""
 
 from fsdp_ext.checkpoint.api import async_save, latest, load, save
 from fsdp_ext.checkpoint.background import Saving
 from fsdp_ext.checkpoint.ranks import OtherRanksError
+from fsdp_ext.checkpoint.stream import stream_weights
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError
 
 __all__ = [
@@ -13,4 +17,5 @@ __all__ = [
     "latest",
     "load",
     "save",
+    "stream_weights",
 ]

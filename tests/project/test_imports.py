@@ -21,7 +21,7 @@ PACKAGES = [
     ["comm"],
     ["sharding"],
     ["optim"],
-    ["fsdp1", "profiler", "planner", "offloading"],
+    ["fsdp1", "profiler", "planner", "offloading", "checkpoint"],
     ["tuner", "patching", "verifier"],
 ]
 SHARDING = [["params"], ["root"], ["torch_compat"], ["api"]]

@@ -1,0 +1,250 @@
+"""``stream_weights``: whole weights, one unit after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
+from fsdp_ext.comm.roll_call import called_by_all
+from fsdp_ext.comm.transports import timeout_of
+
+
+def stream_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over the names and whole tensors of a model's state dict.
+
+    All ranks iterate over it. While the caller uses the tensors of one unit, those of the next one
+    are gathered, so beside its shards a rank has the tensors of two units. The units stay sharded.
+    Values are those of the sharded parameters, whatever mixed precision says.
+
+    A rank that stops early takes part in the remaining gathers when it closes the iterator, as the
+    end of a ``for`` loop does. Finish it before other collectives of the same process groups.
+
+    Args:
+        model: sharded by ``fully_shard``, wrapped by ``FullyShardedDataParallel``, tensor parallel,
+            or a plain one.
+        dtype: the dtype of floating-point tensors; None for that of the sharded parameters. They
+            are cast before they are gathered if that makes them smaller.
+        device: where the tensors go; None for where the shards are.
+
+    Returns:
+        Parameters and persistent buffers, with the names of the state dict, unit by unit. A tied
+        parameter comes under each of its names. Tensors that each rank has whole share memory with
+        the model, so do not write into them.
+
+    Raises:
+        NotImplementedError: for flat parameters of PyTorch's FSDP1.
+        RuntimeError: from the iterator, if a rank does not call this within the timeout of the
+            process group, if the model runs, or if it has weights on the meta device.
+        TypeError: if ``dtype`` is no floating-point dtype.
+    """
+    check_dtype(dtype, "stream_weights")
+    to = None if device is None else torch.device(device)
+    return _by_name(whole_weights(model, dtype, to, "stream_weights"))
+
+
+def _by_name(
+    weights: Iterator[tuple[Weight, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for weight, tensor in weights:
+        for name in weight.names:
+            yield name, tensor
+        del tensor  # before the next unit's gather needs memory
+
+
+def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
+    """Raise TypeError if weights cannot be cast to ``dtype``."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{caller} got dtype={dtype!r}. Pass a floating-point dtype or None.")
+
+
+def whole_weights(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, caller: str
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yield each weight with the whole tensor, as :func:`stream_weights` does by names."""
+    units = weights_by_unit(model, caller)
+    _call_roll(units, caller)
+    whole = _whole(units, dtype, device)
+    try:
+        for weight, tensor in whole:
+            yield weight, tensor
+            del tensor  # before the next unit's gather needs memory
+    except GeneratorExit:
+        for _ in whole:  # other ranks may go on, and their gathers need this one
+            pass
+        raise
+
+
+def _call_roll(units: list[list[Weight]], caller: str) -> None:
+    """Wait until all ranks that take part in gathers have made the call."""
+    groups: dict[dist.ProcessGroup, torch.device] = {}
+    for weight in (weight for unit in units for weight in unit):
+        for dim in _sharded_dims(weight.tensor):
+            groups.setdefault(_mesh_of(weight.tensor).get_group(dim), weight.local.device)
+    real = [group for group in groups if dist.get_backend(group) != "fake"]
+    longest = max((timeout_of(group, groups[group]) for group in real), default=timedelta())
+    with called_by_all(real, caller, longest):
+        pass  # the caller's code runs between the gathers
+
+
+def _whole(
+    units: list[list[Weight]], dtype: torch.dtype | None, device: torch.device | None
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    ahead: _Flight | None = None
+    for unit in [*units, []]:
+        flight, ahead = ahead, _Flight(unit, dtype)
+        if flight is not None:
+            for weight in flight.weights:
+                yield weight, flight.land(weight, device)
+
+
+# - One unit
+
+
+class _Flight:
+    """The gathers of a unit, in flight.
+
+    Parameters that one dimension of a mesh shares travel together, in one collective. Other ones,
+    such as those that tensor parallelism has cut, too, are gathered when they are needed.
+
+    Args:
+        weights: the unit's.
+        dtype: as :func:`stream_weights` has it.
+    """
+
+    def __init__(self, weights: list[Weight], dtype: torch.dtype | None) -> None:
+        self.weights = weights
+        self._dtype = dtype
+        self._arriving: dict[str, _Arriving] = {}
+        by_group: dict[dist.ProcessGroup, list[_Arriving]] = {}
+        for weight in weights:
+            shared = _shared(weight.tensor)
+            if shared is not None:
+                one = _Arriving(weight, self._sent(weight), *shared)
+                self._arriving[weight.names[0]] = one
+                by_group.setdefault(one.group, []).append(one)
+        for group, together in by_group.items():
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
+                [one.row_bytes() for one in together], group.size(), group.group_name
+            )
+            for one, output in zip(together, gathered, strict=True):
+                one.output = output
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def land(self, weight: Weight, device: torch.device | None) -> torch.Tensor:
+        """Wait for a weight, and return it whole. Its memory is the caller's then."""
+        sharded, local = weight.tensor, weight.local
+        arriving = self._arriving.pop(weight.names[0], None)
+        if arriving is not None:
+            whole = arriving.wait()
+        elif _sharded_dims(sharded):
+            whole = _like(sharded, self._sent(weight)).full_tensor()
+        else:
+            whole = local
+        return whole.to(local.device if device is None else device, weight.dtype_as(self._dtype))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _sent(self, weight: Weight) -> torch.Tensor:
+        """Return what this rank sends of a weight: cast if that makes it smaller."""
+        local, dtype = weight.local, weight.dtype_as(self._dtype)
+        if dtype.itemsize < local.dtype.itemsize:
+            local = local.to(dtype)
+        # The process group of offloaded shards need not have a backend for the host.
+        return local.to(_mesh_of(weight.tensor).device_type)
+
+
+@dataclass
+class _Arriving:
+    """A parameter that one dimension of a mesh shares, in one of its own dimensions.
+
+    Rank r has rows r * chunk to (r + 1) * chunk, as far as there are any. So what is gathered of
+    ``chunk`` rows from each rank begins with the whole parameter.
+    """
+
+    weight: Weight
+    local: torch.Tensor
+    group: dist.ProcessGroup
+    dim: int
+    output: torch.Tensor | None = None
+
+    @property
+    def chunk(self) -> int:
+        """The number of rows that each rank sends."""
+        return -(-self.weight.tensor.shape[self.dim] // self.group.size())
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def row_bytes(self) -> torch.Tensor:
+        """Return this rank's rows, padded to a whole chunk, as bytes: backends lack some dtypes."""
+        rows = self.local.movedim(self.dim, 0)
+        if rows.shape[0] < self.chunk:
+            padded = rows.new_zeros(self.chunk, *rows.shape[1:])
+            padded[: rows.shape[0]] = rows
+            rows = padded
+        return rows.contiguous().view(-1).view(torch.uint8)
+
+    def wait(self) -> torch.Tensor:
+        """Return the whole parameter once it has come."""
+        assert self.output is not None
+        arrived: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.output)
+        shape = list(self.weight.tensor.shape)
+        rows, *others = [shape.pop(self.dim), *shape]
+        padded = arrived.view(self.local.dtype).view(self.chunk * self.group.size(), *others)
+        return padded[:rows].movedim(0, self.dim).contiguous()
+
+
+def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
+    assert isinstance(tensor, DTensor)
+    return tensor.device_mesh
+
+
+def _sharded_dims(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if mesh.size(dim) > 1 and not placement.is_replicate()
+    ]
+
+
+def _shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
+    """Return the group that shares a parameter, and the dimension in which it does.
+
+    None: the parameter is whole, or has to be gathered by DTensor's own methods.
+    """
+    dims = _sharded_dims(tensor)
+    if len(dims) != 1 or not isinstance(tensor, DTensor):
+        return None
+    placement, local = tensor.placements[dims[0]], tensor._local_tensor
+    if type(placement) is not Shard or type(local) is not torch.Tensor or tensor.numel() == 0:
+        return None
+    return tensor.device_mesh.get_group(dims[0]), placement.dim
+
+
+def _like(sharded: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor that is spread as ``sharded`` is, with other memory."""
+    assert isinstance(sharded, DTensor)
+    return DTensor.from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )

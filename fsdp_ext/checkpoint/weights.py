@@ -1,0 +1,142 @@
+"""The weights of a model, whatever shards or wraps it, by the names of its state dict."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_ext.sharding.params.flat_parameter import is_flat, own_parameters_shown
+from fsdp_ext.sharding.root.module_state import unit_of, units_below
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
+
+# The names under which wrappers have the module that they wrap: FSDP1's, torch.compile's and that
+# of activation checkpointing.
+_WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or a buffer that is saved.
+
+    Args:
+        names: its names. There are several if it is tied.
+        tensor: this rank's shard as a DTensor, or a plain tensor, which the rank has whole.
+        dtype: its dtype in the state dict. FSDP1's wrapper may have cast a buffer.
+    """
+
+    names: list[str]
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of it."""
+        return local_of(self.tensor)
+
+    def dtype_as(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return its dtype after a cast to ``dtype``, which leaves integers as they are."""
+        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules in the order of a state dict, with the prefix of their names in it.
+
+    A module that is used in several places comes once for each of them.
+    """
+    for prefix, module, _ in _walk(model, "", model):
+        yield prefix, module
+
+
+def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
+    """Return the weights that a state dict has: those of each unit, in the order of a state dict.
+
+    Units are resharded. Weights outside of units belong to the model's own group.
+
+    Args:
+        model: the model.
+        caller: the public function, for messages.
+
+    Raises:
+        NotImplementedError: for flat parameters of PyTorch's FSDP1.
+        RuntimeError: while forward or backward runs, and for weights on the meta device.
+    """
+    units = units_below(model)
+    for unit in units:
+        if unit.phase() != "idle":
+            raise RuntimeError(
+                f"{caller} was called while {unit.phase()} runs. Call it between steps."
+            )
+        settle(unit)
+    with contextlib.ExitStack() as shown:
+        for unit in units:
+            shown.enter_context(own_parameters_shown(unit))
+        return _group(model, caller)
+
+
+def _group(model: nn.Module, caller: str) -> list[list[Weight]]:
+    walked = list(_walk(model, "", model))
+    cast = {
+        prefix + name: dtype
+        for prefix, module, _ in walked
+        for name, dtype in vars(module).get("_buffer_dtypes", {}).items()  # FSDP1's wrapper's
+    }
+    groups: dict[object, list[Weight]] = {}
+    found: dict[torch.Tensor, Weight] = {}
+    for prefix, module, owner in walked:
+        for name, tensor in _saved_by(module):
+            full = prefix + name
+            _check(full, tensor, caller)
+            if tensor in found:
+                found[tensor].names.append(full)
+            else:
+                found[tensor] = Weight([full], tensor, cast.get(full, tensor.dtype))
+                groups.setdefault(unit_of(owner) or owner, []).append(found[tensor])
+    return list(groups.values())
+
+
+def _walk(
+    module: nn.Module, prefix: str, owner: nn.Module
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield the modules, each with its prefix and the sharded module that it belongs to."""
+    if isinstance(module, FSDPModule) or unit_of(module) is not None:
+        owner = module
+    yield prefix, module, owner
+    for name, child in module._modules.items():
+        if child is not None:
+            wraps = name in _WRAPPED or isinstance(module, DistributedDataParallel)
+            yield from _walk(child, prefix if wraps else f"{prefix}{name}.", owner)
+
+
+def _saved_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module, without those of modules inside."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _check(name: str, tensor: torch.Tensor, caller: str) -> None:
+    if is_flat(tensor):
+        raise NotImplementedError(
+            f"{caller} got a model with the flat parameter '{name}' of PyTorch's FSDP1. Wrap it "
+            "with fsdp_ext.FullyShardedDataParallel."
+        )
+    if local_of(tensor).is_meta:
+        raise RuntimeError(
+            f"{caller} got a model whose '{name}' is on the meta device. Call "
+            "module.to_empty(device=...) before."
+        )

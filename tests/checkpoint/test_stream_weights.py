@@ -1,0 +1,304 @@
+"""stream_weights yields whole weights by the names of the state dict, a unit ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import models
+from support.launcher import run_ranks
+from support.models import Stack, Subject, Transformer
+from support.parity import whole
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_ext
+from fsdp_ext.checkpoint import stream_weights
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class WithBuffers(Stack):
+    """A stack with buffers that are saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((3,), 1.5))
+        self.register_buffer("scratch", torch.ones(models.DIM), persistent=False)
+
+
+# - Ways to shard and to wrap
+
+
+def sharded(model: Any, shard: Any = fsdp_ext.fully_shard, **arguments: Any) -> Any:
+    for unit in model.units():
+        shard(unit, **arguments)
+    shard(model, **arguments)
+    return model
+
+
+def by_torch(model: Any) -> Any:
+    return sharded(model, torch_fully_shard)
+
+
+def in_columns(model: Any) -> Any:
+    """Shard the matrices in dimension 1, which the ranks divide."""
+
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(1 if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else 0)
+
+    return sharded(model, shard_placement_fn=place)
+
+
+def wrapped(model: Any, **arguments: Any) -> Any:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = fsdp_ext.FullyShardedDataParallel(block, **arguments)
+    return fsdp_ext.FullyShardedDataParallel(model, **arguments)
+
+
+def recomputed_and_compiled(model: Any) -> Any:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = fsdp_ext.fully_shard(checkpoint_wrapper(block))
+    return torch.compile(fsdp_ext.fully_shard(model), backend="eager")
+
+
+def on_mesh(model: Any, **arguments: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    return sharded(model, mesh=mesh, **arguments)
+
+
+def tensor_parallel(model: Any, *, is_sharded: bool = True) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return sharded(model, mesh=mesh["dp"]) if is_sharded else model
+
+
+def unchanged(model: Any) -> Any:
+    return model
+
+
+Way = Callable[[Any], Any]
+WAYS: dict[str, tuple[type[Subject], Way]] = {
+    "several units": (WithBuffers, sharded),
+    "a tied head": (Transformer, sharded),
+    "nested units": (models.NestedUnits, sharded),
+    "a root without parameters": (models.BareRoot, sharded),
+    "units of two modules": (models.GroupedModules, sharded),
+    "few rows": (models.FewRows, sharded),
+    "empty": (models.EmptyParameter, sharded),
+    "bf16": (models.InBfloat16, sharded),
+    "float64": (models.InFloat64, sharded),
+    "mixed precision": (WithBuffers, partial(sharded, mp_policy=BF16)),
+    "offloaded": (WithBuffers, partial(sharded, offload_policy=CPUOffloadPolicy())),
+    "PyTorch's": (WithBuffers, by_torch),
+    "FSDP1": (WithBuffers, partial(wrapped, use_orig_params=True)),
+    "FSDP1, flat": (WithBuffers, partial(wrapped, use_orig_params=False)),
+    "FSDP1, flat, buffers in bf16": (
+        WithBuffers,
+        partial(wrapped, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)),
+    ),
+    "not sharded": (WithBuffers, unchanged),
+    "replicated": (WithBuffers, DistributedDataParallel),
+    "recomputed and compiled": (WithBuffers, recomputed_and_compiled),
+}
+WAYS_ON_MESHES: dict[str, tuple[type[Subject], Way]] = {
+    "columns": (WithBuffers, in_columns),
+    "replicas": (WithBuffers, on_mesh),
+    "tensor parallelism": (WithBuffers, tensor_parallel),
+    "tensor parallelism alone": (WithBuffers, partial(tensor_parallel, is_sharded=False)),
+}
+
+
+def made(subject: type[Subject], way: Way) -> tuple[Any, dict[str, Tensor]]:
+    """Return a sharded model, and the state dict that it had before."""
+    torch.manual_seed(0)
+    model = subject()
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return way(model), state
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert type(got[name]) in (Tensor, nn.Parameter), name
+        assert got[name].is_contiguous(), name
+        assert torch.equal(got[name], tensor), name
+
+
+def _has_the_state_dict(ways: dict[str, tuple[type[Subject], Way]]) -> None:
+    for subject, way in ways.values():
+        model, expected = made(subject, way)
+        assert_equal(dict(stream_weights(model)), expected)
+        cast = {n: t.bfloat16() if t.is_floating_point() else t for n, t in expected.items()}
+        assert_equal(dict(stream_weights(model, torch.bfloat16, "cpu")), cast)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_it_has_the_names_and_values_of_the_unsharded_models_state_dict(world_size: int) -> None:
+    run_ranks(_has_the_state_dict, world_size, WAYS)
+
+
+def test_it_gathers_on_meshes() -> None:
+    run_ranks(_has_the_state_dict, 4, WAYS_ON_MESHES)
+
+
+# - Between steps
+
+
+def step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, models.DIM)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _follows_training() -> None:
+    for way in (
+        partial(sharded, mp_policy=BF16, reshard_after_forward=False),
+        partial(wrapped, use_orig_params=False),
+    ):
+        model, before = made(WithBuffers, way)
+        for _ in range(2):
+            step(model)
+            with torch.no_grad():
+                model(torch.randn(4, models.DIM))  # leaves parameters unsharded
+            got = dict(stream_weights(model))
+            expected = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            assert_equal(got, expected)
+            assert not torch.equal(got["head.weight"], before["head.weight"])
+
+
+def test_it_follows_training() -> None:
+    run_ranks(_follows_training, 2)
+
+
+# - Collectives and memory
+
+
+class Gathers(TorchDispatchMode):
+    """The bytes that this rank sends in each gather, and the memory of what has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self._arrived: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "all_gather" in str(func):
+            self.sent.append(sum(tensor.nbytes for tensor in args[0]))
+            storages = [tensor.untyped_storage() for tensor in result]
+            self._arrived += [(StorageWeakRef(one), one.nbytes()) for one in storages]
+        return result
+
+    def held(self) -> int:
+        """Return how many bytes of what was gathered are still in memory."""
+        return sum(nbytes for storage, nbytes in self._arrived if not storage.expired())
+
+
+def _is_a_unit_ahead(dtype: torch.dtype | None) -> tuple[list[int], list[int]]:
+    model, expected = made(Stack, sharded)
+    issued, held = [], []
+    with Gathers() as gathers:
+        for name, tensor in stream_weights(model, dtype):
+            if name in ("stem.weight", *(f"blocks.{i}.norm.weight" for i in range(3))):
+                issued.append(len(gathers.sent))
+            held.append(gathers.held())
+            assert tensor.dtype == (dtype or expected[name].dtype)
+            del tensor
+    assert issued == [2, 3, 4, 4]
+    unit = 2 * max(gathers.sent)
+    assert unit < max(held) <= 2 * unit
+    return gathers.sent, held
+
+
+def test_each_unit_has_one_gather_which_is_in_flight_while_the_unit_before_is_used() -> None:
+    [(sent, held), _] = run_ranks(_is_a_unit_ahead, 2, None)
+    [(sent_in_bf16, held_in_bf16), _] = run_ranks(_is_a_unit_ahead, 2, torch.bfloat16)
+    assert sent_in_bf16 == [nbytes // 2 for nbytes in sent]
+    assert held_in_bf16 == [nbytes // 2 for nbytes in held]
+
+
+# - A rank that stops
+
+
+def _stops_early() -> None:
+    model, expected = made(WithBuffers, sharded)
+    got = {}
+    for name, tensor in stream_weights(model):
+        if dist.get_rank() == 0 and name.startswith("blocks.0"):
+            break
+        got[name] = tensor
+    assert (got.keys() == expected.keys()) is (dist.get_rank() > 0)
+    assert_equal(dict(stream_weights(model)), expected)
+    step(model)
+
+
+def test_a_rank_that_stops_early_leaves_the_others_their_weights() -> None:
+    run_ranks(_stops_early, 2)
+
+
+# - Errors
+
+
+class _AsksInForward(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="stream_weights was called while forward runs"):
+            next(stream_weights(self))
+        return super().forward(x)
+
+
+def _is_refused() -> None:
+    model, _ = made(_AsksInForward, sharded)
+    step(model)
+    with pytest.raises(TypeError, match=r"got dtype=torch\.int8\. Pass a floating-point dtype"):
+        stream_weights(model, torch.int8)
+    with pytest.raises(TypeError, match="got dtype='bf16'"):
+        stream_weights(model, "bf16")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        on_meta = sharded(Stack())
+    with pytest.raises(RuntimeError, match=r"whose 'stem\.weight' is on the meta device"):
+        next(stream_weights(on_meta))
+
+
+def test_wrong_calls_are_refused() -> None:
+    run_ranks(_is_refused, 2)
+
+
+def _other_call() -> None:
+    wrapped_one = wrapped(Stack())
+    if dist.get_rank() == 0:
+        next(stream_weights(wrapped_one))
+    else:
+        wrapped_one.state_dict()
+
+
+def test_a_rank_that_makes_another_call_is_named() -> None:
+    called = "called (stream_weights|state_dict), and rank . called (stream_weights|state_dict)"
+    with pytest.raises(AssertionError, match=called):
+        run_ranks(_other_call, 2)
