@@ -5,6 +5,8 @@ See docs/checkpoints.md.
 
 from fsdp_ext.checkpoint.api import async_save, latest, load, save
 from fsdp_ext.checkpoint.background import Saving
+from fsdp_ext.checkpoint.hugging_face import export
+from fsdp_ext.checkpoint.pretrained import load_pretrained
 from fsdp_ext.checkpoint.ranks import OtherRanksError
 from fsdp_ext.checkpoint.stream import stream_weights
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError
@@ -14,8 +16,10 @@ __all__ = [
     "OtherRanksError",
     "Saving",
     "async_save",
+    "export",
     "latest",
     "load",
+    "load_pretrained",
     "save",
     "stream_weights",
 ]

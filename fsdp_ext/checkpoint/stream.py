@@ -51,13 +51,13 @@ def stream_weights(
     """
     check_dtype(dtype, "stream_weights")
     to = None if device is None else torch.device(device)
-    return _by_name(whole_weights(model, dtype, to, "stream_weights"))
+    return _by_name(model, dtype, to, "stream_weights")
 
 
 def _by_name(
-    weights: Iterator[tuple[Weight, torch.Tensor]],
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, caller: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for weight, tensor in weights:
+    for weight, tensor in whole_weights(weights_by_unit(model, caller), dtype, device, caller):
         for name in weight.names:
             yield name, tensor
         del tensor  # before the next unit's gather needs memory
@@ -70,10 +70,12 @@ def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
 
 
 def whole_weights(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, caller: str
+    units: list[list[Weight]],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    caller: str,
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
-    """Yield each weight with the whole tensor, as :func:`stream_weights` does by names."""
-    units = weights_by_unit(model, caller)
+    """Yield each weight of all units with the whole tensor, as :func:`stream_weights` says."""
     _call_roll(units, caller)
     whole = _whole(units, dtype, device)
     try:

@@ -1,0 +1,288 @@
+"""``export``: a model in the layout of Hugging Face.
+
+The layout is that of ``save_pretrained`` in transformers: ``model.safetensors``, or several files
+``model-00001-of-00003.safetensors`` with an index of the names in each. Files are written under
+partial names, and get their own when all ranks have written all of theirs. The index comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_ext._util.files import write_text
+from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.stream import check_dtype, whole_weights
+from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer
+from fsdp_ext.checkpoint.together import called_together, raised_together, rank_and_ranks
+from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PARTIAL = ".partial"
+_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+Parts = dict[str, Part]
+
+
+def export(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
+
+    All ranks of the default process group call this, and the directory is the same for all. Ranks
+    write the files in turns. A rank needs the memory of two units beside its shards:
+    :func:`stream_weights`. A tied parameter is written once. A model of transformers gets its
+    ``config.json``, too.
+
+    An export that is interrupted leaves files with partial names, which the next one removes. An
+    older export in the directory is replaced when the new one is written.
+
+    Args:
+        model: as for :func:`stream_weights`.
+        directory: where to. It is made if need be.
+        max_shard_size: of a file, in bytes or as "5GB" with KB, MB, GB or TB. A larger tensor has
+            a file of its own.
+        dtype: the dtype of floating-point tensors; None for that of the sharded parameters.
+
+    Raises:
+        OSError: if a file cannot be written.
+        RuntimeError: if another rank failed, and as :func:`stream_weights`.
+        TypeError: for a dtype that safetensors cannot store.
+        ValueError: if ``max_shard_size`` is no size, or the model has no weights.
+    """
+    check_dtype(dtype, "export")
+    limit = _bytes_of(max_shard_size)
+    with called_together("export"):
+        _export(model, Path(directory), limit, dtype)
+
+
+def _export(model: nn.Module, directory: Path, limit: int, dtype: torch.dtype | None) -> None:
+    rank, ranks = rank_and_ranks()
+    with raised_together("export"):
+        units = weights_by_unit(model, "export")
+        stored = _stored_names(model, [weight for unit in units for weight in unit])
+        files = _files(units, stored, dtype, limit)
+        if rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove(directory, f"*{_PARTIAL}")
+    own = {name: parts for i, (name, parts) in enumerate(files.items()) if i % ranks == rank}
+    writing = _Export(directory, own)
+    try:
+        with contextlib.closing(writing):
+            for weight, tensor in whole_weights(units, dtype, None, "export"):
+                for name in stored[weight.names[0]]:
+                    writing.add(name, tensor)
+                del tensor  # before the next unit's gather needs memory
+        with raised_together("export"):
+            writing.check()
+        _publish(model, directory, files, own, dtype)
+    except BaseException:
+        for name in own:
+            (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+        raise
+
+
+def _bytes_of(size: int | str) -> int:
+    """Return a size as a number of bytes, as Hugging Face reads it: 1 GB is 10**9 bytes."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    text = size.upper() if isinstance(size, str) else ""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)\s*", text)
+    with contextlib.suppress(ValueError):
+        if match and (nbytes := int(float(match[1]) * _UNITS[match[2]])) > 0:
+            return nbytes
+    raise ValueError(
+        f"export got max_shard_size={size!r}. Pass a number of bytes, or a text with KB, MB, GB "
+        'or TB, such as "5GB".'
+    )
+
+
+# - What is written where
+
+
+def _stored_names(model: nn.Module, weights: list[Weight]) -> dict[str, list[str]]:
+    """Return the names under which each weight is stored, by its first name.
+
+    A tied parameter is stored once. transformers says which names its models tie when they are
+    loaded, and needs all others.
+    """
+    declared: list[str] = []
+    ignored: set[str] = set()
+    is_declaring = False
+    for prefix, module in modules_of(model):
+        is_declaring |= hasattr(module, "_tied_weights_keys")
+        declared += [prefix + name for name in getattr(module, "_tied_weights_keys", None) or ()]
+        ignored |= {
+            prefix + name for name in getattr(module, "_keys_to_ignore_on_save", None) or ()
+        }
+    stored = {}
+    for weight in weights:
+        names = [name for name in weight.names if name not in ignored]
+        needed = [name for name in names if not any(re.search(each, name) for each in declared)]
+        needed = needed or names[:1]
+        stored[weight.names[0]] = needed if is_declaring else needed[:1]
+    return stored
+
+
+def _names_in(module: nn.Module, attribute: str) -> list[str]:
+    return list(getattr(module, attribute, None) or ())
+
+
+def _files(
+    units: list[list[Weight]],
+    stored: dict[str, list[str]],
+    dtype: torch.dtype | None,
+    limit: int,
+) -> dict[str, Parts]:
+    """Return the tensors of each file, by the files' names."""
+    files: list[Parts] = [{}]
+    size = 0
+    for weight in (weight for unit in units for weight in unit):
+        shape, kind = tuple(weight.tensor.shape), weight.dtype_as(dtype)
+        for name in stored[weight.names[0]]:
+            if kind not in NAMES:
+                raise TypeError(f"'{name}' has dtype {kind}, which safetensors cannot store.")
+            part = Part(kind, shape, shape, (0,) * len(shape))
+            if files[-1] and size + part.nbytes > limit:
+                files.append({})
+                size = 0
+            files[-1][name] = part
+            size += part.nbytes
+    if not files[0]:
+        raise ValueError("export got a model without weights. Pass one that has parameters.")
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": parts
+        for number, parts in enumerate(files, 1)
+    }
+
+
+# - Writing
+
+
+class _Export:
+    """This rank's files, written as their tensors come. An error waits for the end.
+
+    Other ranks need this one in their gathers, so it goes on without writing.
+
+    Args:
+        directory: where to.
+        files: the tensors of each file that this rank writes, in the order in which they come.
+    """
+
+    def __init__(self, directory: Path, files: dict[str, Parts]) -> None:
+        self._directory = directory
+        self._file_of = {name: file for file, parts in files.items() for name in parts}
+        self._last = {next(reversed(parts)) for parts in files.values()}
+        self._files = files
+        self._writer: Writer | None = None
+        self._error: Exception | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor, if it is in a file of this rank."""
+        if name not in self._file_of or self._error is not None:
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._open(self._file_of[name])
+            self._writer.add(name, tensor)
+            if name in self._last:
+                self._writer.finish()
+                self.close()
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error that writing has met, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def _open(self, file: str) -> Writer:
+        path = self._directory / (file + _PARTIAL)
+        return Writer(path, self._files[file], metadata={"format": "pt"})
+
+    def close(self) -> None:
+        """Close the file that is being written."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+def _publish(
+    model: nn.Module,
+    directory: Path,
+    files: dict[str, Parts],
+    own: dict[str, Parts],
+    dtype: torch.dtype | None,
+) -> None:
+    """Give the files their names. While names change, the directory has no index."""
+    rank, _ = rank_and_ranks()
+    with raised_together("export"):
+        if rank == 0:
+            _remove(directory, INDEX, SINGLE)
+            _write_config(model, directory, files, dtype)
+    with raised_together("export"):
+        for name in own:
+            disk.rename(directory / (name + _PARTIAL), directory / name)
+    with raised_together("export"):
+        if rank == 0:
+            stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
+            _remove(directory, *(name for name in stale if name not in files))
+            if SINGLE not in files:
+                disk.before_change()
+                write_text(directory / INDEX, _index(files))
+            disk.flush_directory(directory)
+
+
+def _index(files: dict[str, Parts]) -> str:
+    size = sum(part.nbytes for parts in files.values() for part in parts.values())
+    places = {name: file for file, parts in files.items() for name in parts}
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _write_config(
+    model: nn.Module, directory: Path, files: dict[str, Parts], dtype: torch.dtype | None
+) -> None:
+    """Write the configuration of a model of transformers, with its class and its dtype."""
+    inner = [module for prefix, module in modules_of(model) if not prefix]
+    with_config = [m for m in inner if hasattr(getattr(m, "config", None), "save_pretrained")]
+    if not with_config:
+        return
+    config: Any = copy.deepcopy(with_config[-1].config)
+    config.architectures = [type(with_config[-1]).__name__.removeprefix("FSDP")]
+    dtypes = [part.dtype for parts in files.values() for part in parts.values()]
+    floating = next((kind for kind in dtypes if kind.is_floating_point), None)
+    if floating is not None:
+        attribute = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+        setattr(config, attribute, str(floating).removeprefix("torch."))
+    partial = directory / f"config{_PARTIAL}"
+    config.save_pretrained(partial)
+    for path in partial.iterdir():
+        disk.rename(path, directory / path.name)
+    disk.before_change()
+    partial.rmdir()
+
+
+def _remove(directory: Path, *patterns: str) -> None:
+    for path in [path for pattern in patterns for path in directory.glob(pattern)]:
+        disk.before_change()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,470 @@
+"""Models are exported in the layout of Hugging Face, and loaded from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from support import models
+from support.checkpoints import (
+    WAYS,
+    WAYS_ON_MESHES,
+    Way,
+    assert_equal,
+    made,
+    sharded,
+    step,
+    unchanged,
+)
+from support.launcher import run_ranks
+from support.matrix import exhaustive
+from support.models import Stack, Subject, Transformer
+from torch import Tensor, nn
+
+from fsdp_ext.checkpoint import (
+    disk,
+    export,
+    load_pretrained,
+    stream_weights,
+    tensor_files,
+)
+
+INDEX = "model.safetensors.index.json"
+
+
+def state_in(directory: Path) -> dict[str, Tensor]:
+    """Return what other readers find in a directory: by the index, or in the single file."""
+    if not (directory / INDEX).exists():
+        return safetensors.torch.load_file(directory / "model.safetensors")
+    places = json.loads((directory / INDEX).read_text())["weight_map"]
+    files = {file: safetensors.torch.load_file(directory / file) for file in places.values()}
+    assert {name: file for file, state in files.items() for name in state} == places
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in stream_weights(model)}
+
+
+# - Export and load
+
+SOME = [
+    "several units",
+    "a tied head",
+    "few rows",
+    "empty",
+    "offloaded",
+    "FSDP1, flat",
+    "not sharded",
+    "recomputed and compiled",
+]
+
+
+def _goes_there_and_back(directory: Path, ways: dict[str, tuple[type[Subject], Way]]) -> None:
+    for name, (subject, way) in ways.items():
+        model, expected = made(subject, way)
+        export(model, directory / name, max_shard_size=10_000)
+        stored = state_in(directory / name)
+        tied = expected.keys() - stored.keys()
+        assert tied == ({"head.weight"} if subject is Transformer else set())
+        assert_equal(stored, {name: expected[name] for name in expected.keys() - tied})
+        torch.manual_seed(1)
+        other = way(subject())
+        assert load_pretrained(other, directory / name) == []
+        assert_equal(values_of(other), expected)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [3, *exhaustive(1, 2)])
+def test_an_export_has_the_state_dict_and_can_be_loaded(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_goes_there_and_back, world_size, tmp_path, {name: WAYS[name] for name in SOME})
+
+
+def test_they_do_so_on_meshes(tmp_path: Path) -> None:
+    run_ranks(_goes_there_and_back, 4, tmp_path, WAYS_ON_MESHES)
+
+
+# - Files
+
+
+def _is_cut_into_files(directory: Path) -> list[str]:
+    """Export with a limit of three files; return the files that this rank wrote."""
+    opened: list[str] = []
+    create = disk.create
+
+    def noted(path: Path) -> int:
+        opened.append(path.name.removesuffix(".partial"))
+        return create(path)
+
+    model, _ = made(Stack, sharded)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk, "create", noted)
+        export(model, directory, max_shard_size="2.1KB")
+    return opened
+
+
+def test_files_are_no_larger_than_asked_for_and_ranks_write_them_in_turns(tmp_path: Path) -> None:
+    [first, second] = run_ranks(_is_cut_into_files, 2, tmp_path)
+    names = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert (first, second) == ([names[0], names[2]], [names[1]])
+    assert {path.name for path in tmp_path.iterdir()} == {*names, INDEX}
+    index = json.loads((tmp_path / INDEX).read_text())
+    sizes = []
+    for name in names:
+        with safetensors.safe_open(tmp_path / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118
+    assert max(sizes) <= 2100
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def _is_written_over(directory: Path) -> None:
+    model, expected = made(Stack, sharded)
+    for size, dtype in ((900, None), ("5GB", torch.bfloat16), ("2.1KB", torch.float64)):
+        export(model, directory, size, dtype)
+        cast = {name: tensor.to(dtype or tensor.dtype) for name, tensor in expected.items()}
+        assert_equal(state_in(directory), cast)
+        in_index = {INDEX} if size != "5GB" else set()
+        kept = {path.name for path in directory.iterdir()} - in_index
+        assert kept == ({"model.safetensors"} if size == "5GB" else kept - {"model.safetensors"})
+        counts = {name.split("-of-")[-1] for name in kept}
+        assert len(counts) == 1  # no file of the export before
+        dist.barrier()
+
+
+def test_an_export_replaces_another_one(tmp_path: Path) -> None:
+    run_ranks(_is_written_over, 2, tmp_path)
+
+
+@pytest.mark.parametrize("size", ["5", "GB", "1.2.3GB", "-1GB", "5GiB", 0, -1, True, None, 1.5])
+def test_other_sizes_are_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_shard_size=.*Pass a number of bytes"):
+        export(nn.Linear(2, 2), "nowhere", size)
+
+
+class Stopped(Exception):
+    """Raised in the place of a change of the disk."""
+
+
+def assert_no_part_of(directory: Path, old: dict[str, Tensor]) -> None:
+    """Check that every file is whole, and that only a whole export can be loaded: the old one."""
+    for path in directory.glob("*.safetensors"):
+        safetensors.torch.load_file(path)
+    if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
+        assert_equal(state_in(directory), old)
+
+
+def _fails_at_each_change(directory: Path, failing: int) -> int:
+    """Let one rank fail at its first, second, ... change of the disk, until none is left."""
+    model, old = made(Stack, sharded)
+    export(model, directory, max_shard_size=2000)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    for count in range(1000):
+        changes = iter(range(count))
+
+        def change(changes: Any = changes) -> None:
+            if dist.get_rank() == failing and next(changes, None) is None:
+                raise Stopped("the disk is full")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(disk, "before_change", change)
+            try:
+                export(model, directory, max_shard_size=2000)
+            except (Stopped, RuntimeError) as error:
+                raised = str(error)
+            else:
+                assert_equal(state_in(directory), new)
+                return count
+        of_peer = f"export failed on rank {failing}: Stopped: "
+        assert raised == (of_peer if dist.get_rank() != failing else "") + "the disk is full"
+        assert_no_part_of(directory, old)
+        dist.barrier()
+        export(model, directory, max_shard_size=2000)  # also beside what the failed one left
+        assert_equal(state_in(directory), new)
+        old = new
+        dist.barrier()
+    raise AssertionError("it never succeeded")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_rank_fails_on_all_and_leaves_no_partial_file_under_a_final_name(
+    failing: int, tmp_path: Path
+) -> None:
+    counts = run_ranks(_fails_at_each_change, 2, tmp_path, failing)
+    assert counts[failing] >= 5
+
+
+def test_an_export_that_is_killed_leaves_no_partial_file_under_a_final_name(tmp_path: Path) -> None:
+    model = Stack()
+    export(model, tmp_path, max_shard_size=2000)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    model.load_state_dict(new)
+    for count in range(1000):
+        child = os.fork()
+        if child == 0:
+            changes = iter(range(count))
+            disk.before_change = lambda changes=changes: next(changes, None) is None and os._exit(1)
+            export(model, tmp_path, max_shard_size=2000)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            break
+        assert_no_part_of(tmp_path, old)
+    assert_equal(state_in(tmp_path), new)
+    assert not list(tmp_path.glob("*.partial"))
+    assert count > 15
+
+
+# - Reading
+
+
+def _reads_its_own_rows(directory: Path) -> list[int]:
+    """Return how many bytes this rank reads for a model by rows, by columns, and unsharded."""
+    model, expected = made(Stack, sharded)
+    export(model, directory)
+    counted = []
+    read = tensor_files.TensorFile.read
+
+    for way in (sharded, unchanged):
+        counts: list[int] = []
+
+        def noted(
+            self: tensor_files.TensorFile,
+            name: str,
+            begin: int,
+            into: memoryview,
+            counts: list[int] = counts,
+        ) -> None:
+            counts.append(len(into))
+            read(self, name, begin, into)
+
+        with torch.device("meta"):
+            on_meta = way(Stack())
+        on_meta.to_empty(device="cpu")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(tensor_files.TensorFile, "read", noted)
+            load_pretrained(on_meta, directory)
+        assert_equal(values_of(on_meta), expected)
+        counted.append(sum(counts))
+    return counted
+
+
+def test_each_rank_reads_its_own_rows(tmp_path: Path) -> None:
+    counts = run_ranks(_reads_its_own_rows, 2, tmp_path)
+    _, whole_model = counts[0]
+    assert sum(by_rows for by_rows, _ in counts) == whole_model
+    assert max(by_rows for by_rows, _ in counts) < 0.6 * whole_model
+
+
+def _trains_on(directory: Path) -> None:
+    """Load into a model whose parameters forward has left unsharded; train, and load again."""
+    way = partial(sharded, reshard_after_forward=False)
+    model, expected = made(Stack, way)
+    export(model, directory, dtype=torch.bfloat16)
+    x = torch.ones(2, models.DIM)
+    with torch.no_grad():
+        model(x)
+    for _ in range(2):
+        step(model)
+        with torch.no_grad():
+            model(x)
+        load_pretrained(model, directory)
+        rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
+        assert_equal(values_of(model), rounded)
+        plain = Stack()
+        plain.load_state_dict(rounded)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_model_computes_and_trains_with_what_it_has_loaded(tmp_path: Path) -> None:
+    run_ranks(_trains_on, 2, tmp_path)
+
+
+# - What cannot be loaded
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the tensors of a file, or the index."""
+    if path.name == INDEX:
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+    else:
+        state = safetensors.torch.load_file(path)
+        change(state)
+        safetensors.torch.save_file(state, path)
+
+
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no files": (
+        lambda d: (d / INDEX).unlink(),
+        FileNotFoundError,
+        r"found neither model\.safetensors nor model\.safetensors\.index\.json in .*",
+    ),
+    "a missing file": (
+        lambda d: (d / SECOND).unlink(),
+        FileNotFoundError,
+        rf".* says that 'blocks\..*' is in {SECOND}, and there is no such file\.",
+    ),
+    "a tensor missing": (
+        lambda d: changed(d / INDEX, lambda places: places.pop("stem.bias")),
+        KeyError,
+        r"has no tensor 'stem\.bias', which the model has\.",
+    ),
+    "a tensor missing in its file": (
+        lambda d: changed(d / FIRST, lambda state: state.pop("stem.bias")),
+        ValueError,
+        rf"says that 'stem\.bias' is in {FIRST}, which has no such tensor",
+    ),
+    "an extra tensor": (
+        lambda d: (
+            changed(d / FIRST, lambda state: state.update(extra=torch.ones(2))),
+            changed(d / INDEX, lambda places: places.update(extra=FIRST)),
+        ),
+        KeyError,
+        rf"{FIRST} has a tensor 'extra', which the model does not have\.",
+    ),
+    "another shape": (
+        lambda d: changed(d / FIRST, lambda state: state.update({"stem.bias": torch.ones(2)})),
+        ValueError,
+        rf"{FIRST} has 'stem\.bias' with shape \(2,\), and the model has it with \(10,\)",
+    ),
+    "integers": (
+        lambda d: changed(
+            d / FIRST, lambda state: state.update({"stem.bias": state["stem.bias"].int()})
+        ),
+        ValueError,
+        rf"{FIRST} has 'stem\.bias' as torch\.int32, and the model as torch\.float32",
+    ),
+    "a place outside": (
+        lambda d: changed(
+            d / INDEX, lambda places: places.update({"stem.bias": f"../other/{FIRST}"})
+        ),
+        ValueError,
+        rf"'stem\.bias' is in '\.\./other/{FIRST}', which is outside of its directory",
+    ),
+    "no index": (
+        lambda d: (d / INDEX).write_text("[]"),
+        ValueError,
+        r"index\.json cannot be understood \(TypeError",
+    ),
+    "an index that is not JSON": (
+        lambda d: cut(d / INDEX) or cut(d / INDEX),
+        ValueError,
+        r"index\.json cannot be understood \(JSONDecodeError",
+    ),
+    "a file that is cut off": (
+        lambda d: cut(d / SECOND),
+        ValueError,
+        rf"{SECOND} has \d+ bytes, and its tensors end at byte \d+",
+    ),
+    "a header of garbage": (
+        lambda d: (d / FIRST).write_bytes(b"\x10" + bytes(7) + b"x" * 100),
+        ValueError,
+        rf"{FIRST} has a header that cannot be understood",
+    ),
+}
+
+
+def _refuses(directory: Path) -> None:
+    model, expected = made(Stack, sharded)
+    export(model, directory / "whole", max_shard_size=3500)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    added = {name: tensor + 1 for name, tensor in expected.items()}
+    for name, (damage, kind, message) in DAMAGES.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(directory / "whole", directory / name)
+            damage(directory / name)
+        dist.barrier()
+        with pytest.raises(kind, match=message):
+            load_pretrained(model, directory / name)
+        assert_equal(values_of(model), added)
+    for name, missing in (("a tensor missing", ["stem.bias"]), ("an extra tensor", [])):
+        assert load_pretrained(model, directory / name, strict=False) == missing
+        values = {**expected, **{each: added[each] for each in missing}}
+        assert_equal(values_of(model), values)
+
+
+def test_damaged_directories_are_refused_and_the_model_is_unchanged(tmp_path: Path) -> None:
+    run_ranks(_refuses, 2, tmp_path)
+
+
+def _fails_on_one_rank(directory: Path) -> None:
+    """Let one rank fail to read the last tensor."""
+    model, expected = made(Stack, sharded)
+    export(model, directory)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    added = {name: tensor + 1 for name, tensor in expected.items()}
+    read = tensor_files.TensorFile.read
+
+    def failing(self: tensor_files.TensorFile, name: str, begin: int, into: memoryview) -> None:
+        if dist.get_rank() == 1 and name == "blocks.2.down.bias":
+            raise OSError(5, "Input/output error")
+        read(self, name, begin, into)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensor_files.TensorFile, "read", failing)
+        kind = OSError if dist.get_rank() == 1 else RuntimeError
+        message = "" if dist.get_rank() == 1 else "failed on rank 1: OSError: .*Input/output error"
+        with pytest.raises(kind, match=message):
+            load_pretrained(model, directory)
+    assert_equal(values_of(model), added)
+
+
+def test_a_model_is_unchanged_on_all_ranks_if_one_fails_to_read(tmp_path: Path) -> None:
+    run_ranks(_fails_on_one_rank, 2, tmp_path)
+
+
+def _loads_tied(directory: Path) -> None:
+    """Load files that have a tied weight under either name, or under both."""
+    model, expected = made(Transformer, sharded)
+    for names in (["head.weight"], ["tokens.weight"], ["head.weight", "tokens.weight"]):
+        if dist.get_rank() == 0:
+            left = {"head.weight", "tokens.weight"} - set(names)
+            state = {name: t.clone() for name, t in expected.items() if name not in left}
+            safetensors.torch.save_file(state, directory / "model.safetensors")
+        dist.barrier()
+        other = sharded(Transformer())
+        assert load_pretrained(other, directory) == []
+        assert_equal(values_of(other), expected)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        del state["head.weight"], state["tokens.weight"]
+        safetensors.torch.save_file(state, directory / "model.safetensors")
+    dist.barrier()
+    with pytest.raises(KeyError, match=r"has no tensor 'tokens\.weight'.* \(1 others likewise\)"):
+        load_pretrained(model, directory)
+
+
+def test_a_tied_weight_may_have_any_of_its_names(tmp_path: Path) -> None:
+    run_ranks(_loads_tied, 2, tmp_path)
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    model, other = Stack(), Stack()
+    export(model, tmp_path)
+    load_pretrained(other, tmp_path)
+    assert_equal(values_of(other), model.state_dict())
