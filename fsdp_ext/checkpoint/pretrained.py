@@ -48,10 +48,10 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: if the directory has no such files, or lacks one that its index names.
-        KeyError: with ``strict``, if the names in the files are not the model's. A tied weight may
-            have any one of its names.
         RuntimeError: if another rank failed, the model runs, or has weights on the meta device.
-        ValueError: if a file or the index is damaged, or a tensor has another shape.
+        ValueError: if a file or the index is damaged, a tensor has another shape, or, with
+            ``strict``, the names in the files are not the model's. A tied weight may have any one
+            of its names.
     """
     with called_together("load_pretrained"):
         with raised_together("load_pretrained"):
@@ -133,13 +133,13 @@ def _match(
             missing += weight.names
     extra = set(files) - {name for weight in weights for name in weight.names}
     if strict and missing:
-        raise KeyError(
+        raise ValueError(
             f"{directory} has no tensor '{missing[0]}', which the model has"
             f"{_and_others(len(missing))}. Pass strict=False to keep the model's values."
         )
     if strict and extra:
         first = min(extra)
-        raise KeyError(
+        raise ValueError(
             f"{files[first].path} has a tensor '{first}', which the model does not have"
             f"{_and_others(len(extra))}. Pass strict=False to leave it out."
         )
