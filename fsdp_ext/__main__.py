@@ -2,6 +2,7 @@
 
 ``python -m fsdp_ext measure-link`` measures the transport in use (comm/measure_link.py).
 ``python -m fsdp_ext plan`` shows the memory and the time of a training (planner/cli.py).
+Other commands look into checkpoints and convert them (checkpoint/cli.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ import sys
 import torch
 
 from fsdp_ext import _C, _build_info
+from fsdp_ext.checkpoint import cli as of_checkpoints
 from fsdp_ext.comm import measure_link
 from fsdp_ext.comm.lanes import nccl_libraries
 from fsdp_ext.comm.nccl_settings import OF_LANES, describe_lane, nccl_settings
 from fsdp_ext.comm.transports import VARIABLE, resolve_transport, why_no_shared_memory
 from fsdp_ext.planner import cli
 
-USAGE = "usage: python -m fsdp_ext [measure-link [--help] | plan [--help]]"
+USAGE = (
+    "usage: python -m fsdp_ext [measure-link | plan | inspect | convert | export | import] [--help]"
+)
 HELP = f"""{USAGE}
 
 Without a command: show what was built and which transport ranks will use.
   measure-link  measure the transport between ranks
   plan          show the memory of each rank and the time of a step, before training
+  inspect       show what a checkpoint has
+  convert       convert a checkpoint of torch.distributed.checkpoint, or to one
+  export        write a checkpoint's weights in the layout of Hugging Face
+  import        make a checkpoint of weights in the layout of Hugging Face
 
 example: a transformer of 3.2 B parameters on 64 ranks
   {cli.EXAMPLE}"""
@@ -103,6 +111,8 @@ def main() -> int:
             return measure_link.run(arguments)
         case ["plan", *arguments]:
             return cli.run(arguments)
+        case [command, *arguments] if command in of_checkpoints.COMMANDS:
+            return of_checkpoints.run(command, arguments)
         case ["-h" | "--help"]:
             print(HELP)
             return 0

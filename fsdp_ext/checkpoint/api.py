@@ -12,11 +12,9 @@ from torch import nn
 from fsdp_ext.checkpoint import background
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.contents import Optimizers, as_optimizers
-from fsdp_ext.checkpoint.loading import Loaded, read
-from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.loading import read
+from fsdp_ext.checkpoint.ranks import TIMEOUT, Ranks
 from fsdp_ext.checkpoint.saving import Snapshot, write
-
-TIMEOUT = timedelta(minutes=30)
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -167,15 +165,8 @@ def load(
 
     name = ranks.agree("checkpoint.load", None, newest)
     path = directory if name == directory.name else directory / name
-    loaded: Loaded | Exception
-    try:
+    with ranks.together("checkpoint.load"):
         loaded = read(path, model, optimizers, ranks.rank, strict=strict)
-    except Exception as error:
-        loaded = error
-    ranks.agree(
-        "checkpoint.load", loaded if isinstance(loaded, Exception) else None, lambda _: None
-    )
-    assert isinstance(loaded, Loaded)
     loaded.put_into(model, optimizers)
     return loaded.extra
 

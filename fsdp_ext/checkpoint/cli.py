@@ -10,7 +10,6 @@ from pathlib import Path
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import offline
-from fsdp_ext.checkpoint.hugging_face import export_checkpoint, files_of
 
 COMMANDS = {
     "inspect": "show what a checkpoint has",
@@ -54,7 +53,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, help=source[command])
     parser.add_argument("target", type=Path, help=target[command])
     if command == "export":
-        parser.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
+        parser.add_argument(
+            "--max-shard-size",
+            type=lambda text: int(text) if text.isdigit() else text,
+            default="5GB",
+            help="of a file, in bytes or as 5GB (default: 5GB)",
+        )
     return parser
 
 
@@ -76,12 +80,12 @@ def _convert(args: argparse.Namespace) -> str:
 
 
 def _export(args: argparse.Namespace) -> str:
-    export_checkpoint(directories.locate(args.source), args.target, args.max_shard_size)
+    offline.export_files(directories.locate(args.source), args.target, args.max_shard_size)
     return str(args.target)
 
 
 def _import(args: argparse.Namespace) -> str:
-    return str(offline.import_files(files_of(args.source), args.target))
+    return str(offline.import_files(args.source, args.target))
 
 
 _RUN = {"inspect": _inspect, "convert": _convert, "export": _export, "import": _import}

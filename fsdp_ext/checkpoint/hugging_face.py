@@ -13,6 +13,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from torch import nn
 
 from fsdp_ext._util.files import write_text
 from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype, whole_weights
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer
-from fsdp_ext.checkpoint.together import called_together, raised_together, rank_and_ranks
 from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
 
 SINGLE = "model.safetensors"
@@ -65,31 +67,60 @@ def export(
         ValueError: if ``max_shard_size`` is no size, or the model has no weights.
     """
     check_dtype(dtype, "export")
-    limit = _bytes_of(max_shard_size)
-    with called_together("export"):
-        _export(model, Path(directory), limit, dtype)
-
-
-def _export(model: nn.Module, directory: Path, limit: int, dtype: torch.dtype | None) -> None:
-    rank, ranks = rank_and_ranks()
-    with raised_together("export"):
+    ranks = Ranks(None)
+    with ranks.together("export"):
         units = weights_by_unit(model, "export")
         stored = _stored_names(model, [weight for unit in units for weight in unit])
-        files = _files(units, stored, dtype, limit)
-        if rank == 0:
+        parts = {
+            name: Part(weight.dtype_as(dtype), shape, shape, (0,) * len(shape))
+            for unit in units
+            for weight in unit
+            for shape in [tuple(weight.tensor.shape)]
+            for name in stored[weight.names[0]]
+        }
+    tensors = (
+        (name, tensor)
+        for weight, tensor in whole_weights(units, dtype, None, "export")
+        for name in stored[weight.names[0]]
+    )
+    write_files(
+        Path(directory), parts, tensors, max_shard_size, ranks, partial(_write_config, model)
+    )
+
+
+def write_files(
+    directory: Path,
+    parts: Parts,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard_size: int | str,
+    ranks: Ranks,
+    write_more: Callable[[Path, Parts], object] | None = None,
+) -> None:
+    """Write whole tensors in the layout of Hugging Face.
+
+    Args:
+        directory: where to.
+        parts: the tensors' dtypes and shapes, by name.
+        tensors: the tensors, in the same order; on all ranks.
+        max_shard_size: as in :func:`export`.
+        ranks: the ranks, which write the files in turns.
+        write_more: writes what else belongs there, on rank 0.
+    """
+    with ranks.together("export"):
+        files = _files(parts, _bytes_of(max_shard_size))
+        if ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             _remove(directory, f"*{_PARTIAL}")
-    own = {name: parts for i, (name, parts) in enumerate(files.items()) if i % ranks == rank}
+    own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
     try:
         with contextlib.closing(writing):
-            for weight, tensor in whole_weights(units, dtype, None, "export"):
-                for name in stored[weight.names[0]]:
-                    writing.add(name, tensor)
+            for name, tensor in tensors:
+                writing.add(name, tensor)
                 del tensor  # before the next unit's gather needs memory
-        with raised_together("export"):
+        with ranks.together("export"):
             writing.check()
-        _publish(model, directory, files, own, dtype)
+        _publish(directory, parts, files, own, ranks, write_more)
     except BaseException:
         for name in own:
             (directory / (name + _PARTIAL)).unlink(missing_ok=True)
@@ -138,30 +169,18 @@ def _stored_names(model: nn.Module, weights: list[Weight]) -> dict[str, list[str
     return stored
 
 
-def _names_in(module: nn.Module, attribute: str) -> list[str]:
-    return list(getattr(module, attribute, None) or ())
-
-
-def _files(
-    units: list[list[Weight]],
-    stored: dict[str, list[str]],
-    dtype: torch.dtype | None,
-    limit: int,
-) -> dict[str, Parts]:
+def _files(parts: Parts, limit: int) -> dict[str, Parts]:
     """Return the tensors of each file, by the files' names."""
     files: list[Parts] = [{}]
     size = 0
-    for weight in (weight for unit in units for weight in unit):
-        shape, kind = tuple(weight.tensor.shape), weight.dtype_as(dtype)
-        for name in stored[weight.names[0]]:
-            if kind not in NAMES:
-                raise TypeError(f"'{name}' has dtype {kind}, which safetensors cannot store.")
-            part = Part(kind, shape, shape, (0,) * len(shape))
-            if files[-1] and size + part.nbytes > limit:
-                files.append({})
-                size = 0
-            files[-1][name] = part
-            size += part.nbytes
+    for name, part in parts.items():
+        if part.dtype not in NAMES:
+            raise TypeError(f"'{name}' has dtype {part.dtype}, which safetensors cannot store.")
+        if files[-1] and size + part.nbytes > limit:
+            files.append({})
+            size = 0
+        files[-1][name] = part
+        size += part.nbytes
     if not files[0]:
         raise ValueError("export got a model without weights. Pass one that has parameters.")
     if len(files) == 1:
@@ -224,23 +243,24 @@ class _Export:
 
 
 def _publish(
-    model: nn.Module,
     directory: Path,
+    parts: Parts,
     files: dict[str, Parts],
     own: dict[str, Parts],
-    dtype: torch.dtype | None,
+    ranks: Ranks,
+    write_more: Callable[[Path, Parts], object] | None,
 ) -> None:
     """Give the files their names. While names change, the directory has no index."""
-    rank, _ = rank_and_ranks()
-    with raised_together("export"):
-        if rank == 0:
+    with ranks.together("export"):
+        if ranks.rank == 0:
             _remove(directory, INDEX, SINGLE)
-            _write_config(model, directory, files, dtype)
-    with raised_together("export"):
+            if write_more is not None:
+                write_more(directory, parts)
+    with ranks.together("export"):
         for name in own:
             disk.rename(directory / (name + _PARTIAL), directory / name)
-    with raised_together("export"):
-        if rank == 0:
+    with ranks.together("export"):
+        if ranks.rank == 0:
             stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
             _remove(directory, *(name for name in stale if name not in files))
             if SINGLE not in files:
@@ -256,9 +276,7 @@ def _index(files: dict[str, Parts]) -> str:
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _write_config(
-    model: nn.Module, directory: Path, files: dict[str, Parts], dtype: torch.dtype | None
-) -> None:
+def _write_config(model: nn.Module, directory: Path, parts: Parts) -> None:
     """Write the configuration of a model of transformers, with its class and its dtype."""
     inner = [module for prefix, module in modules_of(model) if not prefix]
     with_config = [m for m in inner if hasattr(getattr(m, "config", None), "save_pretrained")]
@@ -266,7 +284,7 @@ def _write_config(
         return
     config: Any = copy.deepcopy(with_config[-1].config)
     config.architectures = [type(with_config[-1]).__name__.removeprefix("FSDP")]
-    dtypes = [part.dtype for parts in files.values() for part in parts.values()]
+    dtypes = (part.dtype for part in parts.values())
     floating = next((kind for kind in dtypes if kind.is_floating_point), None)
     if floating is not None:
         attribute = "dtype" if hasattr(config, "dtype") else "torch_dtype"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import contents
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
-from fsdp_ext.checkpoint.tensor_files import DamagedFileError
+from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def read(
     """
     checkpoint = Checkpoint(path)
     reader = Reader()
-    weights = _plan_weights(checkpoint, model, reader, strict)
+    stored = Stored(path, checkpoint.parts("weights"), checkpoint.aliases(), checkpoint.other())
+    weights, _ = plan_weights(stored, model, reader, strict)
     build_optimizer = None
     if optimizers:
         build_optimizer = _plan_optimizer(checkpoint, model, optimizers, reader)
@@ -98,7 +99,7 @@ def _plan_tree(
     like: Callable[[str], torch.Tensor],
     parts: Parts,
     reader: Reader,
-    checkpoint: Checkpoint,
+    path: Path,
 ) -> Build:
     """Plan to read an encoded value with its tensors.
 
@@ -108,48 +109,82 @@ def _plan_tree(
     builds = {}
     for name in _tensors_in(tree):
         if name not in parts:
-            raise DamagedFileError(f"{checkpoint.path} has no tensor '{name}'.")
+            raise DamagedFileError(f"{path} has no tensor '{name}'.")
         dtype = parts[name][0][1].dtype
         builds[name] = _plan_tensor(name, like(name), dtype, parts, reader)
-    return lambda: decoded(tree, lambda name: builds[name](), checkpoint.path)
+    return lambda: decoded(tree, lambda name: builds[name](), path)
 
 
-def _plan_weights(
-    checkpoint: Checkpoint, model: nn.Module, reader: Reader, strict: bool
-) -> dict[str, Build]:
-    """Plan to read a model's weights, by name."""
-    parts = checkpoint.parts("weights")
-    other, aliases = checkpoint.other(), checkpoint.aliases()
+@dataclass(frozen=True)
+class Stored:
+    """The weights in some files.
+
+    Attributes:
+        path: the directory of the files.
+        parts: the tensors, by name.
+        aliases: other names of tensors, with the name under which each is stored.
+        other: the entries of the model's state dict that are no tensors, encoded.
+    """
+
+    path: Path
+    parts: Parts
+    aliases: dict[str, str]
+    other: dict[str, Any]
+
+
+def plan_weights(
+    stored: Stored, model: nn.Module, reader: Reader, strict: bool
+) -> tuple[dict[str, Build], list[str]]:
+    """Plan to read a model's weights.
+
+    Returns:
+        what builds them, by name, and the names of the others. A tied weight may be stored under
+        any one of its names.
+
+    Raises:
+        ValueError: if names, shapes or kinds of numbers differ.
+    """
+    parts, aliases, other = stored.parts, stored.aliases, stored.other
     inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
     names = {*parts, *other, *aliases} - inner
     wanted = contents.weights_of(model)
-    own_aliases = contents.aliases_of(
+    first = contents.aliases_of(
         {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
     )
-    missing = [n for n in wanted if n not in names and own_aliases.get(n) not in names]
+    present = {first.get(name, name) for name in wanted if name in names}
+    missing = [name for name in wanted if first.get(name, name) not in present]
     unknown = sorted(names - {*wanted, *aliases})
     if strict and (missing or unknown):
         differences = [f"has no {_some(missing)}"] * bool(missing)
         differences += [f"has {_some(unknown)}, which the model has not"] * bool(unknown)
         raise ValueError(
-            f"{checkpoint.path} {' and '.join(differences)}. Load it into the model that it was "
-            "saved from, or pass strict=False."
+            f"{stored.path} {' and '.join(differences)}. Load it into the model that it was saved "
+            "from, or pass strict=False."
         )
     builds: dict[str, Build] = {}
     for name in (name for name in wanted if name in names):
         if name in other:
             whole = partial(_whole_like, parts)
-            builds[name] = _plan_tree(other[name], whole, parts, reader, checkpoint)
+            builds[name] = _plan_tree(other[name], whole, parts, reader, stored.path)
         else:
-            stored, value = aliases.get(name, name), wanted[name]
-            shape = shape_of(parts[stored])
-            if shape != tuple(value.shape):
-                raise ValueError(
-                    f"{checkpoint.path} has '{name}' of shape {shape}, and the model has shape "
-                    f"{tuple(value.shape)}. Load it into the model that it was saved from."
-                )
-            builds[name] = _plan_tensor(stored, value, value.dtype, parts, reader)
-    return builds
+            source, value = aliases.get(name, name), wanted[name]
+            _check_fits(name, parts[source][0], value)
+            builds[name] = _plan_tensor(source, value, value.dtype, parts, reader)
+    return builds, missing
+
+
+def _check_fits(name: str, stored: tuple[TensorFile, Part], value: torch.Tensor) -> None:
+    file, part = stored
+    if part.whole != tuple(value.shape):
+        raise ValueError(
+            f"{file.path} has '{name}' of shape {part.whole}, and the model has shape "
+            f"{tuple(value.shape)}. Load it into the model that it was saved from."
+        )
+    if part.dtype.is_floating_point != value.dtype.is_floating_point:
+        raise ValueError(
+            f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype}. Quantized "
+            "weights have to be loaded by the library that wrote them."
+        )
 
 
 def _whole_like(parts: Parts, name: str) -> torch.Tensor:
@@ -175,12 +210,16 @@ def _plan_optimizer(
             "it into an optimizer of the same parameters."
         )
     states = {
-        name: _plan_tree(tree, partial(_state_like, parts, params[name]), parts, reader, checkpoint)
+        name: _plan_tree(
+            tree, partial(_state_like, parts, params[name]), parts, reader, checkpoint.path
+        )
         for name, tree in checkpoint.states().items()
         if name in params
     }
     whole = partial(_whole_like, parts)
-    options = [_plan_tree(group["options"], whole, parts, reader, checkpoint) for group in groups]
+    options = [
+        _plan_tree(group["options"], whole, parts, reader, checkpoint.path) for group in groups
+    ]
     return lambda: {
         "state": {name: build() for name, build in states.items()},
         "groups": [

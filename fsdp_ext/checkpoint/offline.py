@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.contents import own_boxes
+from fsdp_ext.checkpoint.hugging_face import write_files
+from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.saving import (
@@ -27,11 +28,8 @@ from fsdp_ext.checkpoint.saving import (
     write,
     write_index,
 )
-from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, TensorFile, Writer
+from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, Writer
 from fsdp_ext.checkpoint.trees import encode
-
-Tensors = Iterable[tuple[str, torch.Tensor]]
-Whole = Mapping[str, Part]
 
 
 def describe(path: Path, list_tensors: bool) -> str:
@@ -96,23 +94,27 @@ def read_whole(parts: Parts, names: Iterable[str]) -> Iterator[tuple[str, torch.
         yield name, tensor
 
 
-def import_files(files: Iterable[Path], directory: Path) -> Path:
-    """Make a checkpoint of the weights in files of safetensors, such as Hugging Face's.
+def export_files(source: Path, directory: Path, max_shard_size: int | str) -> None:
+    """Write a checkpoint's weights in the layout of Hugging Face, one tensor after the other."""
+    checkpoint = Checkpoint(source)
+    parts = whole_parts(checkpoint, "weights")
+    tensors = read_whole(checkpoint.parts("weights"), parts)
+    progress = tqdm(tensors, total=len(parts), unit="tensor")
+    write_files(directory, parts, progress, max_shard_size, Ranks(None))
+
+
+def import_files(source: Path, directory: Path) -> Path:
+    """Make a checkpoint of weights in the layout of Hugging Face, one tensor after the other.
 
     Args:
-        files: the files. No two of them have a tensor of the same name.
+        source: the directory of the files.
         directory: the directory of the job's checkpoints.
 
     Returns:
         the new checkpoint.
     """
-    parts: dict[str, list[tuple[TensorFile, Part]]] = {}
-    for path in files:
-        file = TensorFile(path)
-        for name, part in file.parts.items():
-            if name in parts:
-                raise ValueError(f"{path} and {parts[name][0][0].path} both have '{name}'.")
-            parts[name] = [(file, part)]
+    files = open_files(source)
+    parts = {name: [(file, file.parts[name])] for name, file in files.items()}
     whole = {name: Part(p.dtype, p.shape, p.shape, p.offset) for name, ((_, p),) in parts.items()}
     tree: dict[str, Any] = {"aliases": {}, "other": {}}
     with directories.locked(directory):
@@ -181,7 +183,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
         files["extra"] = Kind(own_boxes(tensors, 0, 1), tree)
     boxes = [b for name, kind in files.items() if name != "extra" for b in kind.boxes.values()]
     elements = sum(box.tensor.numel() for box in boxes)
-    return write(Snapshot(files, elements, {}), directory, Ranks(None, timedelta(0)), None)
+    return write(Snapshot(files, elements, {}), directory, Ranks(None), None)
 
 
 def _kind_of(value: Any) -> str:

@@ -6,26 +6,18 @@ into the model at the end, once all ranks have got that far.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import math
 import os
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_ext.checkpoint.contents import set_weights
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
-from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, memory_of
-from fsdp_ext.checkpoint.together import called_together, raised_together
-from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
-
-_THREADS = 8
+from fsdp_ext.checkpoint.loading import Stored, plan_weights
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.reading import Parts, Reader
+from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 
 def load_pretrained(
@@ -53,25 +45,22 @@ def load_pretrained(
             ``strict``, the names in the files are not the model's. A tied weight may have any one
             of its names.
     """
-    with called_together("load_pretrained"):
-        with raised_together("load_pretrained"):
-            weights = list(itertools.chain(*weights_by_unit(model, "load_pretrained")))
-            files = _open(Path(directory))
-            found, missing = _match(weights, files, Path(directory), strict)
-            loads = [_Load(weight, files[name], name) for weight, name in found]
-        with raised_together("load_pretrained"):
-            read = _read(loads)
-        for load, tensor in zip(loads, read, strict=True):
-            load.copy(tensor)
-        # The next use gathers the new values, also if nothing tells that they have changed.
-        weights_by_unit(model, "load_pretrained")
+    ranks = Ranks(None)
+    reader = Reader()
+    with ranks.together("load_pretrained"):
+        files = open_files(Path(directory))
+        parts: Parts = {name: [(file, file.parts[name])] for name, file in files.items()}
+        stored = Stored(Path(directory), parts, {}, {})
+        builds, missing = plan_weights(stored, model, reader, strict)
+        reader.run()
+    set_weights(model, {name: build() for name, build in builds.items()})
     return missing
 
 
 # - The files
 
 
-def _open(directory: Path) -> dict[str, TensorFile]:
+def open_files(directory: Path) -> dict[str, TensorFile]:
     """Return the file of each tensor in a directory. Their headers have been checked."""
     if (directory / SINGLE).exists():
         single = TensorFile(directory / SINGLE)
@@ -115,109 +104,3 @@ def _read_index(path: Path) -> dict[str, str]:
                 "Only load files whose origin you trust."
             )
     return dict(items)
-
-
-def _match(
-    weights: list[Weight], files: dict[str, TensorFile], directory: Path, strict: bool
-) -> tuple[list[tuple[Weight, str]], list[str]]:
-    """Return each weight with the name under which it is stored, and the names of the others."""
-    found: list[tuple[Weight, str]] = []
-    missing: list[str] = []
-    for weight in weights:
-        stored = [name for name in weight.names if name in files]
-        for name in stored:
-            _check(weight, files[name].parts[name], name, files[name].path)
-        if stored:
-            found.append((weight, stored[0]))
-        else:
-            missing += weight.names
-    extra = set(files) - {name for weight in weights for name in weight.names}
-    if strict and missing:
-        raise ValueError(
-            f"{directory} has no tensor '{missing[0]}', which the model has"
-            f"{_and_others(len(missing))}. Pass strict=False to keep the model's values."
-        )
-    if strict and extra:
-        first = min(extra)
-        raise ValueError(
-            f"{files[first].path} has a tensor '{first}', which the model does not have"
-            f"{_and_others(len(extra))}. Pass strict=False to leave it out."
-        )
-    return found, missing
-
-
-def _and_others(count: int) -> str:
-    return f" ({count - 1} others likewise)" if count > 1 else ""
-
-
-def _check(weight: Weight, part: Part, name: str, path: Path) -> None:
-    shape = tuple(weight.tensor.shape)
-    if part.shape != shape:
-        raise ValueError(
-            f"{path} has '{name}' with shape {part.shape}, and the model has it with {shape}. Make "
-            "the model with the configuration of the file."
-        )
-    if part.dtype.is_floating_point != weight.dtype.is_floating_point:
-        raise ValueError(
-            f"{path} has '{name}' as {part.dtype}, and the model as {weight.dtype}. Quantized "
-            "weights have to be loaded by the library that wrote them."
-        )
-
-
-# - Reading
-
-
-@dataclass
-class _Load:
-    """A weight, and where this rank's part of it is.
-
-    Args:
-        weight: the model's.
-        file: the file that has it.
-        name: its name there.
-    """
-
-    weight: Weight
-    file: TensorFile
-    name: str
-
-    def read(self) -> torch.Tensor:
-        """Return this rank's part, in memory of its own, as the file has it."""
-        part = self.file.parts[self.name]
-        shape, offset = _box(self.weight.tensor)
-        if not shape:
-            rows, row, first = torch.empty((), dtype=part.dtype), part.nbytes, 0
-        else:
-            others = part.shape[1:]
-            rows = torch.empty((shape[0] if math.prod(shape) else 0, *others), dtype=part.dtype)
-            row, first = math.prod(others) * part.dtype.itemsize, offset[0]
-        self.file.read(self.name, first * row, memory_of(rows))
-        for dim in range(1, len(shape)):
-            rows = rows.narrow(dim, offset[dim], shape[dim])
-        is_narrow = math.prod(shape[1:]) < math.prod(part.shape[1:])
-        return rows.clone() if is_narrow else rows  # a part of wider rows must not keep them
-
-    @torch.no_grad()
-    def copy(self, read: torch.Tensor) -> None:
-        """Copy what was read into the model."""
-        local = self.weight.local
-        local.copy_(read.view(local.shape))
-
-
-def _box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of a tensor, and where it begins."""
-    if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.ndim
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(shape), tuple(offset)
-
-
-def _read(loads: list[_Load]) -> list[torch.Tensor]:
-    """Read the parts of this rank, several at a time."""
-    with contextlib.ExitStack() as stack:
-        for file in dict.fromkeys(load.file for load in loads):
-            stack.enter_context(file)
-        with ThreadPoolExecutor(_THREADS, "fsdp_ext_read") as threads:
-            return list(threads.map(_Load.read, loads))

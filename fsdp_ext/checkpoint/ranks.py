@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,9 @@ class OtherRanksError(RuntimeError):
     """Another rank could not save or load, so no rank has."""
 
 
+TIMEOUT = timedelta(minutes=30)  # by default, as of PyTorch's process groups
+
+
 class Ranks:
     """All ranks of a process group, or this process alone.
 
@@ -45,7 +49,7 @@ class Ranks:
         ValueError: if the group has no store.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         self._group = group
@@ -107,6 +111,21 @@ class Ranks:
         if "failed" in decision:
             raise OtherRanksError(f"rank {decision['rank']} failed: {decision['failed']}")
         return decision["ok"]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise on all ranks if the block raised on any. All ranks enter it.
+
+        Raises:
+            Exception: this rank's.
+            OtherRanksError: if the block raised on another rank.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.agree(what, failure, lambda _: None)
 
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""

@@ -187,7 +187,7 @@ def _fails_at_each_change(directory: Path, failing: int) -> int:
             else:
                 assert_equal(state_in(directory), new)
                 return count
-        of_peer = f"export failed on rank {failing}: Stopped: "
+        of_peer = f"rank {failing} failed: Stopped: "
         assert raised == (of_peer if dist.get_rank() != failing else "") + "the disk is full"
         assert_no_part_of(directory, old)
         dist.barrier()
@@ -328,7 +328,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a tensor missing": (
         lambda d: changed(d / INDEX, lambda places: places.pop("stem.bias")),
         ValueError,
-        r"has no tensor 'stem\.bias', which the model has\.",
+        r"has no 'stem\.bias'\. Load it into",
     ),
     "a tensor missing in its file": (
         lambda d: changed(d / FIRST, lambda state: state.pop("stem.bias")),
@@ -341,12 +341,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
             changed(d / INDEX, lambda places: places.update(extra=FIRST)),
         ),
         ValueError,
-        rf"{FIRST} has a tensor 'extra', which the model does not have\.",
+        r"has 'extra', which the model has not\.",
     ),
     "another shape": (
         lambda d: changed(d / FIRST, lambda state: state.update({"stem.bias": torch.ones(2)})),
         ValueError,
-        rf"{FIRST} has 'stem\.bias' with shape \(2,\), and the model has it with \(10,\)",
+        rf"{FIRST} has 'stem\.bias' of shape \(2,\), and the model has shape \(10,\)",
     ),
     "integers": (
         lambda d: changed(
@@ -428,7 +428,7 @@ def _fails_on_one_rank(directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tensor_files.TensorFile, "read", failing)
         kind = OSError if dist.get_rank() == 1 else RuntimeError
-        message = "" if dist.get_rank() == 1 else "failed on rank 1: OSError: .*Input/output error"
+        message = "" if dist.get_rank() == 1 else "rank 1 failed: OSError: .*Input/output error"
         with pytest.raises(kind, match=message):
             load_pretrained(model, directory)
     assert_equal(values_of(model), added)
@@ -455,7 +455,7 @@ def _loads_tied(directory: Path) -> None:
         del state["head.weight"], state["tokens.weight"]
         safetensors.torch.save_file(state, directory / "model.safetensors")
     dist.barrier()
-    with pytest.raises(ValueError, match=r"has no tensor 'tokens\.weight'.* \(1 others likewise\)"):
+    with pytest.raises(ValueError, match=r"has no 'tokens\.weight', 'head\.weight'"):
         load_pretrained(model, directory)
 
 

@@ -13,7 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fsdp_ext
 from fsdp_ext import checkpoint
-from fsdp_ext.__main__ import main
+from fsdp_ext.checkpoint import cli
+
+
+def main(arguments: list[str]) -> int:
+    return cli.run(arguments[0], arguments[1:])
 
 
 class Tied(nn.Module):
@@ -55,13 +59,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
     return [*model.state_dict().values(), *states, torch.tensor(optimizer.param_groups[0]["lr"])]
 
 
-def assert_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    pairs = zip(states_of(model, optimizer), states_of(*made()), strict=True)
-    assert all(torch.allclose(got, expected) for got, expected in pairs)
+def assert_loaded(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compare with what `load` makes of the checkpoint."""
+    expected = made(2)
+    checkpoint.load(place / "ours", *expected)
+    pairs = zip(states_of(model, optimizer), states_of(*expected), strict=True)
+    assert all(torch.equal(got, value) for got, value in pairs)
 
 
 def test_inspect_shows_and_verifies(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +89,7 @@ def test_from_dcp_and_back(place: Path, tmp_path: Path) -> None:
     assert main(["convert", str(place / "dcp"), str(tmp_path / "ours")]) == 0
     model, optimizer = made(1)
     assert checkpoint.load(tmp_path / "ours", model, optimizer) == {"step": 5}
-    assert_loaded(model, optimizer)
+    assert_loaded(place, model, optimizer)
 
 
 def test_to_dcp(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +99,25 @@ def test_to_dcp(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     saved = {"model": weights, "optimizer": states}
     dcp.load(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    assert_loaded(model, optimizer)
+    assert_loaded(place, model, optimizer)
     assert main(["convert", str(place / "ours"), str(tmp_path / "dcp")]) == 1
     assert "is not empty. Choose a new directory" in capsys.readouterr().err
+
+
+def test_export_and_import(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--max-shard-size", "100"]
+    assert main(["export", str(place / "ours"), str(tmp_path / "files"), *sizes]) == 0
+    names = sorted(path.name for path in (tmp_path / "files").iterdir())
+    assert names[0] == "model-00001-of-00003.safetensors"
+    assert names[-1] == "model.safetensors.index.json"
+    assert main(["import", str(tmp_path / "files"), str(tmp_path / "imported")]) == 0
+    assert capsys.readouterr().out.split()[-1] == str(tmp_path / "imported/checkpoint-000001")
+    expected, _ = made(2)
+    checkpoint.load(place / "ours", expected)
+    pretrained, _ = made(1)
+    checkpoint.load_pretrained(pretrained, tmp_path / "files")
+    imported, _ = made(1)
+    checkpoint.load(tmp_path / "imported", imported)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(pretrained.state_dict()[name], value), name
+        assert torch.equal(imported.state_dict()[name], value), name
