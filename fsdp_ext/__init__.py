@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_ext import _installed_torch  # noqa: F401  (before what loads the extension)
+from fsdp_ext import checkpoint as checkpoint
 from fsdp_ext._build_info import VERSION as __version__
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated

@@ -20,6 +20,7 @@ from support.launcher import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TASKS = ROOT / "docs" / "tasks.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md", README]
 TOLD = ROOT / "docs" / "how-fsdp-works.md"
 DESIGN = ROOT / "docs" / "design.md"
@@ -273,7 +274,8 @@ def test_code_blocks_print_what_the_document_says() -> None:
 
 
 def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) -> None:
-    [(script, _)], others = blocks_of(README), [code for code, _ in blocks_of(TASKS)]
+    [(script, _)] = blocks_of(README)
+    others = [code for document in (TASKS, CHECKPOINTS) for code, _ in blocks_of(document)]
     script, last_line, _ = re.split(r"(dist\.destroy_process_group\(\).*\n)$", script)
     assert last_line  # the launcher does that, after the other blocks
     codes = [script, *others]
@@ -283,7 +285,8 @@ def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) 
     assert [float(before) > float(after) for before, after in losses] == [True]
     for said in ("units in", "exposed", "simulated step over", "chosen"):
         assert said in printed  # by describe_buckets, profile, plan and tune
-    assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "rank1.json", "checkpoint"}
+    written = {"rank0.json", "rank1.json", "checkpoint", "exported"}
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 def test_the_blocks_that_stand_alone_run() -> None:
@@ -293,7 +296,11 @@ def test_the_blocks_that_stand_alone_run() -> None:
         run_ranks(_run_without_group, 1, TASKS, [code])
 
 
-def test_every_python_block_of_the_readme_and_the_tasks_runs() -> None:
-    for document, runs in ((README, {RUNNABLE}), (TASKS, {RUNNABLE, ALONE})):
+def test_every_python_block_of_the_readme_and_the_pages_that_continue_it_runs() -> None:
+    for document, runs in (
+        (README, {RUNNABLE}),
+        (TASKS, {RUNNABLE, ALONE}),
+        (CHECKPOINTS, {RUNNABLE}),
+    ):
         kinds = [kind for kind, _ in FENCE.findall(document.read_text(encoding="utf-8"))]
         assert {kind for kind in kinds if kind.startswith("py")} == runs
