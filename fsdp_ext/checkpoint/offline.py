@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import directory as directories
@@ -30,6 +29,8 @@ from fsdp_ext.checkpoint.saving import (
 )
 from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, Writer
 from fsdp_ext.checkpoint.trees import encode
+
+T = TypeVar("T")
 
 
 def describe(path: Path, list_tensors: bool) -> str:
@@ -61,13 +62,20 @@ def verify(path: Path) -> int:
     checkpoint = Checkpoint(path)
     files = [file for of_kind in checkpoint.files.values() for file in of_kind]
     nbytes, memory = 0, memoryview(bytearray(16 * BLOCK))
-    for file in tqdm(files, unit="file"):
+    for file in _progress(files, len(files), "file"):
         with file:
             for name, part in file.parts.items():
                 for begin in range(0, part.nbytes, len(memory)):
                     file.read(name, begin, memory[: part.nbytes - begin])
                 nbytes += part.nbytes
     return nbytes
+
+
+def _progress(items: Iterable[T], total: int, unit: str) -> Iterable[T]:
+    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash
+
+    bar: Iterable[T] = tqdm(items, total=total, unit=unit)
+    return bar
 
 
 # - One whole tensor after the other
@@ -99,7 +107,7 @@ def export_files(source: Path, directory: Path, max_shard_size: int | str) -> No
     checkpoint = Checkpoint(source)
     parts = whole_parts(checkpoint, "weights")
     tensors = read_whole(checkpoint.parts("weights"), parts)
-    progress = tqdm(tensors, total=len(parts), unit="tensor")
+    progress = _progress(tensors, len(parts), "tensor")
     write_files(directory, parts, progress, max_shard_size, Ranks(None))
 
 
@@ -120,7 +128,7 @@ def import_files(source: Path, directory: Path) -> Path:
     with directories.locked(directory):
         place = directories.begin(directory)
         with Writer(place / "weights-00000.safetensors", whole, tree) as writer:
-            for name, tensor in tqdm(read_whole(parts, whole), total=len(whole), unit="tensor"):
+            for name, tensor in _progress(read_whole(parts, whole), len(whole), "tensor"):
                 writer.add(name, tensor)
             written = writer.finish()
         write_index(place, [{"weights": ("weights-00000.safetensors", *written)}], {})

@@ -285,7 +285,7 @@ def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) 
     assert [float(before) > float(after) for before, after in losses] == [True]
     for said in ("units in", "exposed", "simulated step over", "chosen"):
         assert said in printed  # by describe_buckets, profile, plan and tune
-    written = {"rank0.json", "rank1.json", "checkpoint", "exported"}
+    written = {"rank0.json", "rank1.json", "checkpoint", "checkpoints", "exported"}
     assert {path.name for path in tmp_path.iterdir()} == written
 
 

@@ -21,8 +21,8 @@ PACKAGES = [
     ["comm"],
     ["sharding"],
     ["optim"],
-    ["fsdp1", "profiler", "planner", "offloading", "checkpoint"],
-    ["tuner", "patching", "verifier"],
+    ["fsdp1", "profiler", "planner", "offloading"],
+    ["checkpoint", "tuner", "patching", "verifier"],
 ]
 SHARDING = [["params"], ["root"], ["torch_compat"], ["api"]]
 FOLDERS = [["base"], ["device"], ["pack", "comm"], ["core"], ["torch"]]
