@@ -85,7 +85,7 @@ def async_save(
     A thread copies it to the host, and then writes the copies. The optimizer's next step waits for
     the copies. If anything else writes to the parameters that it steps before
     ``handle.wait_for_copies()`` returns, the save fails. The memory of the copies stays allocated
-    for the next call.
+    for the next call, as long as the model exists.
 
     Args:
         directory: as in :func:`save`, as are ``model``, ``optimizer``, ``extra``, ``keep``,
@@ -110,7 +110,9 @@ def async_save(
     staged: background.Staged | None = None
     failure: Exception | None = None
     try:
-        staged = background.Staged(Snapshot.take(model, optimizers, extra, ranks), optimizers)
+        staged = background.Staged(
+            model, Snapshot.take(model, optimizers, extra, ranks), optimizers
+        )
     except Exception as error:
         failure = error
 

@@ -7,11 +7,13 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint.saving import Copy, Snapshot
@@ -79,31 +81,32 @@ class Saving:
             self._write = None  # it has the model
 
 
-_last: Saving | None = None
-_memory: torch.Tensor | None = None  # of the copies
+_running: list[Saving] = []  # the last save, if nobody has waited for it
+# The memory of the copies. It stays allocated as long as the model exists.
+_memory: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
     """Write in a thread."""
-    global _last
-    _last = Saving(write, staged)
-    return _last
+    _running.append(Saving(write, staged))
+    return _running[-1]
 
 
 def finish(*, wait: bool = True) -> None:
     """Wait for the last save, and raise its error if nobody has learned it."""
-    global _last
-    if _last is None:
-        return
-    if not wait and not _last.done():
+    if _running and not wait and not _running[-1].done():
         raise RuntimeError(
             "async_save was called while the checkpoint before is still being written. Call "
             "result() of the earlier handle first, or pass if_running='wait'."
         )
-    last, _last = _last, None
-    error = last.error()
+    error = _error()
     if error is not None:
         raise RuntimeError(f"the checkpoint before was not saved: {error}") from error
+
+
+def _error() -> BaseException | None:
+    """Wait for the last save, and return its error if nobody has learned it."""
+    return _running.pop().error() if _running else None
 
 
 class Staged:
@@ -117,12 +120,15 @@ class Staged:
     everything. Versions of the tensors tell whether something else has written to them.
 
     Args:
+        model: the model.
         snapshot: what is saved.
         optimizers: those that step it.
     """
 
-    def __init__(self, snapshot: Snapshot, optimizers: Sequence[Optimizer]) -> None:
-        self._snapshot, copies = snapshot.staged(_staging(snapshot.nbytes))
+    def __init__(
+        self, model: nn.Module, snapshot: Snapshot, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._snapshot, copies = snapshot.staged(_staging(model, snapshot.nbytes))
         is_attached = any(vars(optimizer).get("_attached") for optimizer in optimizers)
         self._deferred = [copy for copy in copies if copy.is_stepped and not is_attached]
         self._versions = [copy.owner._version for copy in self._deferred]
@@ -160,7 +166,7 @@ class Staged:
         except Exception as error:
             return error
         finally:
-            self._deferred = []
+            del self._snapshot, self._deferred  # the caller has the one, and the model the others
             self._copied.set()
             for hook in self._hooks:
                 hook.remove()
@@ -181,17 +187,18 @@ def _make(copies: Sequence[Copy]) -> None:
         copy.target.copy_(copy.source, non_blocking=True)
 
 
-def _staging(nbytes: int) -> torch.Tensor:
-    """Return memory of the host that stays allocated."""
-    global _memory
-    if _memory is None or len(_memory) < nbytes:
-        _memory = None  # before the new memory, so that both never exist together
-        _memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    return _memory
+def _staging(model: nn.Module, nbytes: int) -> torch.Tensor:
+    """Return memory of the host, which later calls use again."""
+    memory = _memory.pop(model, None)
+    if memory is None or len(memory) < nbytes:
+        del memory  # before the new memory, so that both never exist together
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    _memory[model] = memory
+    return memory
 
 
 @atexit.register
 def _report() -> None:
-    error = _last.error() if _last is not None else None
+    error = _error()
     if error is not None:
         print(f"fsdp_ext: the last checkpoint was not saved: {error}", file=sys.stderr)

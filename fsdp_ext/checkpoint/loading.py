@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint import contents
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
+from fsdp_ext.optim.state_entries import over
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,8 @@ def _plan_tensor(
     if box is not None and read.numel():
         reader.add(name, parts[name], box.offset, read)
 
-    def build() -> torch.Tensor:
-        local = read.to(like.device, non_blocking=True)
-        if not isinstance(like, DTensor):
-            return local
-        return DTensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
-    return build
+    # The model's load_state_dict and the optimizer's move it to their device, one by one.
+    return lambda: over(read, like) if isinstance(like, DTensor) else read
 
 
 def _plan_tree(

@@ -40,10 +40,9 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
     monkeypatch.setattr(disk, "before_change", stop)
     yield stop
     stop.go_on.set()
-    last = background._last
-    if last is not None:
+    for last in background._running:
         last.error()
-    background._last = None
+    background._running.clear()
 
 
 def value_of(path: Path) -> Tensor:

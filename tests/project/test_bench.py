@@ -38,7 +38,7 @@ NAMES = {
     "predict",
     "scaling",
 }
-NAMES |= {"muon", "optimizer", "step", "tune"}
+NAMES |= {"checkpoint", "muon", "optimizer", "step", "tune"}
 
 
 def _bench(
@@ -142,6 +142,27 @@ def test_offloaded_systems_reach_the_same_loss(tmp_path: Path) -> None:
     assert offloaded == {"ours, offloaded", "ours over gloo, offloaded", "FSDP2, offloaded"}
     assert not [row["error"] for row in rows if "error" in row]
     assert len({round(row["loss"], 4) for row in rows}) == 1
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_are_timed_beside_those_of_torch(tmp_path: Path) -> None:
+    printed, rows = _run("checkpoint", tmp_path / "checkpoint.json")
+    calls = {(row["system"], row["action"]) for row in rows}
+    assert {system for system, action in calls if action == "save"} == {
+        "plain",
+        "fsdp_ext",
+        "DCP",
+        "torch.save",
+    }
+    assert {system for system, action in calls if action == "async_save"} == {
+        "fsdp_ext",
+        "DCP, thread",
+        "DCP, process",
+    }
+    assert {("fsdp_ext", "load by more ranks"), ("DCP", "load by more ranks")} < calls
+    assert all(0 < row["blocked_us"]["median"] <= row["total_us"]["median"] for row in rows)
+    assert all(row["of_plain"] == 1 for row in rows if row["system"] == "plain")
+    assert "of plain" in printed
 
 
 @pytest.mark.exhaustive

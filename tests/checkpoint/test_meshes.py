@@ -1,0 +1,208 @@
+"""Checkpoints of models on meshes of several dimensions, and parts of tensors of any place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fsdp_ext
+from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint.reading import Reader
+from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def one_dimension() -> nn.Module:
+    model: nn.Module = fsdp_ext.fully_shard(Net())
+    return model
+
+
+def replicas() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: nn.Module = fsdp_ext.fully_shard(Net(), mesh=mesh)
+    return model
+
+
+def smaller_groups() -> nn.Module:
+    model: nn.Module = fsdp_ext.fully_shard(Net(), reshard_after_forward=2)
+    return model
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model: nn.Module = parallelize_module(Net(), mesh["tp"], plan)
+    return fsdp_ext.fully_shard(model, mesh=mesh["shard"])
+
+
+def own_mesh_for_experts() -> nn.Module:
+    """Return a model whose first layer is spread over pairs of ranks, and then sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "experts"))
+    model = Net()
+    for name, param in list(model.up.named_parameters()):
+        spread = distribute_tensor(param.detach(), mesh["experts"], [Shard(0)])
+        model.up.register_parameter(name, nn.Parameter(spread))
+    fsdp_ext.fully_shard(model.up, mesh=mesh["pairs"])
+    whole: nn.Module = fsdp_ext.fully_shard(model.down)
+    assert whole is model.down
+    return model
+
+
+def whole() -> nn.Module:
+    return Net()
+
+
+def in_bfloat16() -> nn.Module:
+    model: nn.Module = fsdp_ext.fully_shard(Net().bfloat16())
+    return model
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    made.__name__: made
+    for made in (
+        one_dimension,
+        replicas,
+        smaller_groups,
+        tensor_parallel,
+        own_mesh_for_experts,
+        whole,
+    )
+}
+
+
+def with_states(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any]:
+    """Return a model, and an optimizer whose states are of the parameters' values."""
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found: dict[str, Any] = dict(model.state_dict())
+    for key, state in optimizer.state_dict()["state"].items():
+        found |= {f"{key}/{name}": value for name, value in state.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in found.items()
+    }
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def _exchange(place: Path) -> None:
+    states = {}
+    for seed, (saver, make) in enumerate(KINDS.items()):
+        made = with_states(make, seed)
+        states[saver] = state_of(*made)
+        path = checkpoint.save(place / saver, *made)
+        if dist.get_rank() == 0:
+            files = path.glob("weights-*.safetensors")
+            written = sum(part.nbytes for file in files for part in TensorFile(file).parts.values())
+            assert written == 4 * sum(param.numel() for param in Net().parameters())
+    loads = list(itertools.product(states, KINDS.values()))
+    for saver, make in loads:
+        made = with_states(make, 100)
+        checkpoint.load(place / saver, *made)
+        assert_equal(state_of(*made), states[saver])
+    narrow = in_bfloat16()
+    checkpoint.load(place / "whole", narrow)
+    for name, value in narrow.state_dict().items():
+        assert torch.equal(value.full_tensor(), states["whole"][name].bfloat16()), name
+
+
+def test_models_on_any_meshes_exchange_checkpoints(tmp_path: Path) -> None:
+    run_ranks(_exchange, 4, tmp_path)
+
+
+def _without_the_other_half(place: Path) -> None:
+    """Save with half of the ranks that share the model."""
+    model = one_dimension()
+    half = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises((ValueError, checkpoint.OtherRanksError), match=r"of .* elements"):
+            checkpoint.save(place, model, process_group=half)
+    assert checkpoint.latest(place) is None
+
+
+def test_ranks_that_lack_a_part_of_the_model_are_told(tmp_path: Path) -> None:
+    run_ranks(_without_the_other_half, 4, tmp_path)
+
+
+# - Boxes
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Return a shape, and where each of its dimensions is cut."""
+    shape = draw(st.lists(st.integers(0, 7), min_size=0, max_size=3))
+    return shape, [sorted({0, size, *draw(st.sets(st.integers(0, size)))}) for size in shape]
+
+
+def boxes_of(edges: list[list[int]]) -> list[list[tuple[int, int]]]:
+    return [list(box) for box in itertools.product(*(itertools.pairwise(e) for e in edges))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(saved=cuts(), data=st.data(), dtype=st.sampled_from([torch.float32, torch.int8]))
+def test_any_box_is_read_from_any_parts(
+    tmp_path_factory: pytest.TempPathFactory,
+    saved: tuple[list[int], list[list[int]]],
+    data: st.DataObject,
+    dtype: torch.dtype,
+) -> None:
+    shape, edges = saved
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    place = tmp_path_factory.mktemp("parts")
+    parts = []
+    for number, box in enumerate(boxes_of(edges)):
+        tensor = whole[tuple(slice(*each) for each in box)].contiguous()
+        part = Part(dtype, tuple(tensor.shape), tuple(shape), tuple(begin for begin, _ in box))
+        path = place / str(number)
+        with Writer(path, {"x": part}) as writer:
+            writer.add("x", tensor)
+            writer.finish()
+        file = TensorFile(path)
+        parts.append((file, file.parts["x"]))
+    wanted = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    into = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+    reader = Reader()
+    if into.numel():
+        reader.add("x", parts, tuple(begin for begin, _ in wanted), into)
+    reader.run()
+    assert torch.equal(into, whole[tuple(slice(*each) for each in wanted)])

@@ -1,0 +1,92 @@
+"""Checkpoints of models on a GPU, while copies are in flight on a stream of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import checkpoint, fully_shard, optim
+
+
+def made(seed: int, offload: bool) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(3)]
+    model: Any = nn.Sequential(*layers).cuda()
+    options: Any = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = (torch.optim if offload else optim).AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 32, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies on the host of all weights and states."""
+    found = dict(model.state_dict())
+    for key, state in optimizer.state_dict()["state"].items():
+        found |= {f"{key}/{name}": value for name, value in state.items()}
+    whole = {n: v.to_local() if isinstance(v, DTensor) else v for n, v in found.items()}
+    return {name: value.detach().cpu().clone() for name, value in whole.items()}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def _saves_and_loads(place: Path, offload: bool) -> None:
+    model, optimizer = made(0, offload)
+    expected = [state_of(model, optimizer)]
+    checkpoint.save(place / "whole", model, optimizer)
+    for _ in range(3):
+        saving = checkpoint.async_save(place / "async", model, optimizer)
+        step(model, optimizer)  # while the copies are made
+        expected.append(state_of(model, optimizer))
+        saving.result()
+    other, its_optimizer = made(1, offload)
+    checkpoint.load(place / "whole", other, its_optimizer)
+    assert_equal(state_of(other, its_optimizer), expected[0])
+    for number, state in enumerate(expected[:3], start=1):
+        checkpoint.load(place / f"async/checkpoint-{number:06}", other, its_optimizer)
+        assert_equal(state_of(other, its_optimizer), state)
+    step(other, its_optimizer)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_checkpoint_has_what_was_there_at_the_call(tmp_path: Path, offload: bool) -> None:
+    run_ranks(_saves_and_loads, 1, tmp_path, offload)
+
+
+def _exports(place: Path) -> None:
+    model, optimizer = made(0, offload=False)
+    expected = state_of(model, optimizer)
+    checkpoint.export(model, place)
+    streamed = {name: tensor.cpu() for name, tensor in checkpoint.stream_weights(model)}
+    other, _ = made(1, offload=False)
+    checkpoint.load_pretrained(other, place)
+    weights = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in other.state_dict().items()
+    }
+    for name, tensor in weights.items():
+        assert torch.equal(tensor.cpu(), streamed[name]), name
+        assert torch.equal(tensor.cpu(), expected[name].view(tensor.shape)), name
+
+
+def test_weights_are_exported_and_streamed(tmp_path: Path) -> None:
+    run_ranks(_exports, 1, tmp_path)
