@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,15 +18,15 @@ from fsdp_ext.comm.rendezvous import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,
     announce_process,
-    processes_of,
+    plain_text,
+    read_process,
     store_of,
 )
 
-_KEY = "fsdp_ext/checkpoint"
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
 
-# How many agreements each group has had.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# How many agreements each group has had, by what it did. A thread may save while others export.
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
@@ -55,6 +56,8 @@ class Ranks:
         self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
+        # Also for messages of a thread that goes on after the group was destroyed.
+        self._names = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()
         if group is not None and self.size > 1:
@@ -80,37 +83,50 @@ class Ranks:
             OtherRanksError: if another rank has failed, or ``decide``.
             RuntimeError: if a rank does not come. The message names it.
         """
-        message = _failure(self.rank, value) if isinstance(value, BaseException) else {"ok": value}
+        failure = value if isinstance(value, BaseException) else None
         if self._store is None or self._group is None:
-            if isinstance(value, BaseException):
-                raise value
+            if failure is not None:
+                raise failure
             return decide([value])
-        number = _counts[self._group] = _counts.get(self._group, 0) + 1
-        key = f"{_KEY}/{number}"
-        if self.rank != 0:
-            self._store.set(f"{key}/{self.rank}", json.dumps(message))
-            decision = self._get(f"{key}/decision", 0, what)
+        counts = _counts.setdefault(self._group, Counter())
+        counts[what] += 1
+        number, message = counts[what], {"ok": value}
+        if failure is not None:
+            message = self._failed(self.rank, failure)
+        if self.rank == 0:
+            decision = self._decide(what, number, message, decide)
         else:
-            error: BaseException | None = None
-            try:
-                values = [message]
-                values += [self._get(f"{key}/{rank}", rank, what) for rank in range(1, self.size)]
-                decision = next((value for value in values if "failed" in value), None)
-                decision = decision or {"ok": decide([value["ok"] for value in values])}
-            except Exception as raised:
-                error, decision = raised, _failure(0, raised)
-            self._store.set(f"{key}/decision", json.dumps(decision))
-            for rank in range(1, self.size):
-                self._store.delete_key(f"{key}/{rank}")
-            # Every rank has read the decision before this one.
-            self._store.delete_key(f"{_KEY}/{number - 1}/decision")
-            if error is not None:
-                raise error
-        if isinstance(value, BaseException):
-            raise value
+            self._store.set(_key(what, number, self.rank), json.dumps(message))
+            decision = self._get(_key(what, number, "decision"), 0, what)
+        if failure is not None:
+            raise failure
         if "failed" in decision:
             raise OtherRanksError(f"rank {decision['rank']} failed: {decision['failed']}")
         return decision["ok"]
+
+    def _decide(
+        self, what: str, number: int, message: Any, decide: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Decide on rank 0, and tell the others, also if that fails."""
+        failure: Exception | None = None
+        others = range(1, self.size)
+        try:
+            values = [message, *(self._get(_key(what, number, r), r, what) for r in others)]
+            decision = next((value for value in values if "failed" in value), None)
+            decision = decision or {"ok": decide([value["ok"] for value in values])}
+        except Exception as error:
+            failure, decision = error, self._failed(0, error)
+        self._store.set(_key(what, number, "decision"), json.dumps(decision))
+        for rank in others:
+            self._store.delete_key(_key(what, number, rank))
+        # Every rank has read the decision before this one.
+        self._store.delete_key(_key(what, number - 1, "decision"))
+        if failure is not None:
+            raise failure
+        return decision
+
+    def _failed(self, rank: int, error: BaseException) -> dict[str, Any]:
+        return {"rank": self._names[rank], "failed": f"{type(error).__name__}: {error}"}
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -129,30 +145,35 @@ class Ranks:
 
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""
-        assert self._group is not None
         start = looked = time.monotonic()
         pause = SHORTEST_PAUSE
-        while not self._store.check([key]):
-            now = time.monotonic()
-            if now - looked >= _LOOK:
-                looked = now
-                name = dist.get_global_rank(self._group, rank)
-                process = processes_of(self._group).get(name)
-                ended = None if process is None else _C.ended_process(process)
-                if ended is not None and not self._store.check([key]):
+        name = f"rank {self._names[self.rank]}"
+        try:
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if now - looked >= _LOOK:
+                    looked = now
+                    process = read_process(self._store, rank)
+                    ended = None if process is None else _C.ended_process(process)
+                    if ended is not None and not self._store.check([key]):
+                        raise RuntimeError(
+                            f"{name} waits in {what} for rank {self._names[rank]} (process "
+                            f"{ended}), which has ended. Its last output may say why."
+                        )
+                if now - start >= self._timeout:
                     raise RuntimeError(
-                        f"rank {self.rank} waits in {what} for rank {rank} (process {ended}), "
-                        "which has ended. Its last output may say why."
+                        f"{name} waited {self._timeout:.0f} s in {what} for rank "
+                        f"{self._names[rank]}. All ranks have to call it, in the same order."
                     )
-            if now - start >= self._timeout:
-                raise RuntimeError(
-                    f"rank {self.rank} waited {self._timeout:.0f} s in {what} for rank {rank}. All "
-                    "ranks have to call it, in the same order."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return json.loads(self._store.get(key))
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            return json.loads(self._store.get(key))
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"{name} cannot reach the process group's store in {what}: {plain_text(error)}. "
+                "The process that served it, often rank 0, has ended. Its last output may say why."
+            ) from error
 
 
-def _failure(rank: int, error: BaseException) -> dict[str, Any]:
-    return {"rank": rank, "failed": f"{type(error).__name__}: {error}"}
+def _key(what: str, number: int, whose: int | str) -> str:
+    return f"fsdp_ext/checkpoint/{what}/{number}/{whose}"

@@ -103,13 +103,13 @@ def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
     if store is None:
         return found
     for place, rank in enumerate(dist.get_process_group_ranks(group)):
-        identity = _read_process(store, place)
+        identity = read_process(store, place)
         if identity is not None:
             found[rank] = identity
     return found
 
 
-def _read_process(store: Store, place: int) -> bytes | None:
+def read_process(store: Store, place: int) -> bytes | None:
     """Return the process that the rank at `place` has announced; None if it is unknown."""
     key = f"{_PROCESS_KEY}/{place}"
     if not store.check([key]):
@@ -300,7 +300,7 @@ class Rendezvous:
 
     def _find_process(self, place: int) -> None:
         if place not in self._processes:
-            identity = _read_process(self._store, place)
+            identity = read_process(self._store, place)
             if identity is not None:
                 self._processes[place] = identity
 
