@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
 from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.transports import timeout_of
+
+_LARGE = 1 << 20  # bytes
 
 
 def stream_weights(
@@ -137,11 +142,10 @@ class _Flight:
                 self._arriving[weight.names[0]] = one
                 by_group.setdefault(one.group, []).append(one)
         for group, together in by_group.items():
-            gathered = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
-                [one.row_bytes() for one in together], group.size(), group.group_name
-            )
-            for one, output in zip(together, gathered, strict=True):
-                one.output = output
+            outputs = [one.output for one in together]
+            work = group.allgather_into_tensor_coalesced(outputs, [one.sent() for one in together])
+            for one in together:
+                one.work = work
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -173,24 +177,36 @@ class _Arriving:
     """A parameter that one dimension of a mesh shares, in one of its own dimensions.
 
     Rank r has rows r * chunk to (r + 1) * chunk, as far as there are any. So what is gathered of
-    ``chunk`` rows from each rank begins with the whole parameter.
+    ``chunk`` rows from each rank begins with the whole parameter. It travels as bytes, because
+    backends lack some dtypes.
     """
 
     weight: Weight
     local: torch.Tensor
     group: dist.ProcessGroup
     dim: int
-    output: torch.Tensor | None = None
+    work: Any = None
+
+    @torch.inference_mode(False)
+    def __post_init__(self) -> None:
+        nbytes = math.prod(self._shape[1:]) * self.chunk * self.group.size() * self.local.itemsize
+        self.output = _memory(nbytes, self.local.device)
+
+    @property
+    def _shape(self) -> list[int]:
+        """The shape of the whole parameter, with the dimension that ranks share in front."""
+        shape = list(self.weight.tensor.shape)
+        return [shape.pop(self.dim), *shape]
 
     @property
     def chunk(self) -> int:
         """The number of rows that each rank sends."""
-        return -(-self.weight.tensor.shape[self.dim] // self.group.size())
+        return -(-self._shape[0] // self.group.size())
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def row_bytes(self) -> torch.Tensor:
-        """Return this rank's rows, padded to a whole chunk, as bytes: backends lack some dtypes."""
+    def sent(self) -> torch.Tensor:
+        """Return this rank's rows, padded to a whole chunk, as bytes."""
         rows = self.local.movedim(self.dim, 0)
         if rows.shape[0] < self.chunk:
             padded = rows.new_zeros(self.chunk, *rows.shape[1:])
@@ -200,12 +216,22 @@ class _Arriving:
 
     def wait(self) -> torch.Tensor:
         """Return the whole parameter once it has come."""
-        assert self.output is not None
-        arrived: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.output)
-        shape = list(self.weight.tensor.shape)
-        rows, *others = [shape.pop(self.dim), *shape]
-        padded = arrived.view(self.local.dtype).view(self.chunk * self.group.size(), *others)
-        return padded[:rows].movedim(0, self.dim).contiguous()
+        self.work.wait()
+        shape = [self.chunk * self.group.size(), *self._shape[1:]]
+        padded = self.output.view(self.local.dtype).view(shape)
+        return padded[: self._shape[0]].movedim(0, self.dim).contiguous()
+
+
+def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return new memory.
+
+    Large memory on the host comes from the system and goes back to it. glibc's heap would keep the
+    holes that tensors leave, and grow by about a unit for each one.
+    """
+    if device.type != "cpu" or nbytes < _LARGE:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:

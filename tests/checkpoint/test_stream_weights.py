@@ -86,9 +86,10 @@ class Gathers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "all_gather" in str(func):
-            self.sent.append(sum(tensor.nbytes for tensor in args[0]))
-            storages = [tensor.untyped_storage() for tensor in result]
+        if "allgather_into_tensor_coalesced_" in str(func):
+            outputs, inputs, *_ = args
+            self.sent.append(sum(tensor.nbytes for tensor in inputs))
+            storages = [tensor.untyped_storage() for tensor in outputs]
             self._arrived += [(StorageWeakRef(one), one.nbytes()) for one in storages]
         return result
 
