@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,7 @@ def stream_weights(
             or a plain one.
         dtype: the dtype of floating-point tensors; None for that of the sharded parameters. They
             are cast before they are gathered if that makes them smaller.
-        device: where the tensors go; None for where the shards are.
+        device: where the tensors go; None for where each one's shard is.
 
     Returns:
         Parameters and persistent buffers, with the names of the state dict, unit by unit. A tied
@@ -62,10 +63,12 @@ def stream_weights(
 def _by_name(
     model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, caller: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for weight, tensor in whole_weights(weights_by_unit(model, caller), dtype, device, caller):
-        for name in weight.names:
-            yield name, tensor
-        del tensor  # before the next unit's gather needs memory
+    units = weights_by_unit(model, caller)
+    with contextlib.closing(whole_weights(units, dtype, device, caller)) as weights:
+        for weight, tensor in weights:
+            for name in weight.names:
+                yield name, tensor
+            del tensor  # before the next unit's gather needs memory
 
 
 def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
@@ -79,7 +82,7 @@ def whole_weights(
     dtype: torch.dtype | None,
     device: torch.device | None,
     caller: str,
-) -> Iterator[tuple[Weight, torch.Tensor]]:
+) -> Generator[tuple[Weight, torch.Tensor], None, None]:
     """Yield each weight of all units with the whole tensor, as :func:`stream_weights` says."""
     _call_roll(units, caller)
     whole = _whole(units, dtype, device)
