@@ -269,29 +269,27 @@ def test_each_rank_reads_its_own_rows(tmp_path: Path) -> None:
     assert max(by_rows for by_rows, _ in counts) < 0.6 * whole_model
 
 
-def _trains_on(directory: Path) -> None:
-    """Load into a model whose parameters forward has left unsharded; train, and load again."""
-    way = partial(sharded, reshard_after_forward=False)
+def _trains_on(directory: Path, *, reshards: bool) -> None:
+    """Load into a model after a forward, which may have left parameters unsharded; train it."""
+    way = partial(sharded, reshard_after_forward=reshards)
     model, expected = made(Stack, way)
     export(model, directory, dtype=torch.bfloat16)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
+    plain = Stack()
+    plain.load_state_dict(rounded)
     x = torch.ones(2, models.DIM)
-    with torch.no_grad():
-        model(x)
     for _ in range(2):
         step(model)
         with torch.no_grad():
             model(x)
-        load_pretrained(model, directory)
-        rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
-        assert_equal(values_of(model), rounded)
-        plain = Stack()
-        plain.load_state_dict(rounded)
-        with torch.no_grad():
+            load_pretrained(model, directory)
             torch.testing.assert_close(model(x), plain(x))
+        assert_equal(values_of(model), rounded)
 
 
 def test_a_model_computes_and_trains_with_what_it_has_loaded(tmp_path: Path) -> None:
-    run_ranks(_trains_on, 2, tmp_path)
+    for reshards in (False, True):
+        run_ranks(partial(_trains_on, reshards=reshards), 2, tmp_path)
 
 
 # - What cannot be loaded
