@@ -23,15 +23,13 @@ from fsdp_ext.planner import cli
 USAGE = (
     "usage: python -m fsdp_ext [measure-link | plan | inspect | convert | export | import] [--help]"
 )
+_OF_CHECKPOINTS = "\n".join(f"  {n:<14}{text}" for n, text in of_checkpoints.COMMANDS.items())
 HELP = f"""{USAGE}
 
 Without a command: show what was built and which transport ranks will use.
   measure-link  measure the transport between ranks
   plan          show the memory of each rank and the time of a step, before training
-  inspect       show what a checkpoint has
-  convert       convert a checkpoint of torch.distributed.checkpoint, or to one
-  export        write a checkpoint's weights in the layout of Hugging Face
-  import        make a checkpoint of weights in the layout of Hugging Face
+{_OF_CHECKPOINTS}
 
 example: a transformer of 3.2 B parameters on 64 ranks
   {cli.EXAMPLE}"""

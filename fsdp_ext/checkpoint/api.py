@@ -58,9 +58,10 @@ def save(
         ValueError: if an argument cannot be used.
         OtherRanksError: if another rank could not save.
     """
-    background.finish()
-    ranks = Ranks(process_group, timeout)
     _check_keep(keep)
+    ranks = Ranks(process_group, timeout)
+    with ranks.together("the start of checkpoint.save"):
+        background.finish()
     snapshot: Snapshot | Exception
     try:
         snapshot = Snapshot.take(model, as_optimizers(optimizer), extra, ranks)
@@ -82,10 +83,11 @@ def async_save(
 ) -> background.Saving:
     """Save what is there now, while training goes on. All ranks call it.
 
-    A thread copies it to the host, and then writes the copies. The optimizer's next step waits for
-    the copies. If anything else writes to the parameters that it steps before
-    ``handle.wait_for_copies()`` returns, the save fails. The memory of the copies stays allocated
-    for the next call, as long as the model exists.
+    What the optimizer steps is copied to the host after the call: by a thread, or on a GPU by a
+    stream of its own. The optimizer's next step waits for the copies. If anything else writes to a
+    parameter before that, the save fails: call ``handle.wait_for_copies()`` first. Everything else
+    is copied during the call. A thread writes the copies. Their memory stays allocated for the next
+    call, as long as the model exists.
 
     Args:
         directory: as in :func:`save`, as are ``model``, ``optimizer``, ``extra``, ``keep``,
@@ -94,8 +96,8 @@ def async_save(
 
     Returns:
         a handle. Its ``result()`` waits, and returns the new checkpoint or raises the error of the
-        save. An error that nobody asked for is raised by the next call of this function,
-        :func:`save` or :func:`load`, or printed when the process ends.
+        save. If nobody calls it, the next call of this function, :func:`save` or
+        :func:`load` raises the error, or it is printed when the process ends.
 
     Raises:
         RuntimeError: if an earlier call still writes, with ``if_running="raise"``.
@@ -104,8 +106,10 @@ def async_save(
     if if_running not in ("wait", "raise"):
         raise ValueError(f"async_save got if_running={if_running!r}. Pass 'wait' or 'raise'.")
     _check_keep(keep)
-    background.finish(wait=if_running == "wait")
     ranks = Ranks(process_group, timeout)
+    # Ranks may differ in whether the previous save has ended, and in who knows its error.
+    with ranks.together("the start of checkpoint.async_save"):
+        background.finish(wait=if_running == "wait")
     optimizers = as_optimizers(optimizer)
     staged: background.Staged | None = None
     failure: Exception | None = None
@@ -149,16 +153,18 @@ def load(
         timeout: the longest wait for another rank.
 
     Returns:
-        what this rank saved as ``extra``. A rank that did not exist then gets that of rank 0.
+        what this rank saved as ``extra``. A rank that did not take part in the save gets rank 0's.
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or one of its files is missing.
         DamagedFileError: if a file is not what was written. The message names tensor and file.
+        TypeError: for weights on the meta device.
         ValueError: if the checkpoint is of another model.
         OtherRanksError: if another rank could not read.
     """
-    background.finish()
     ranks = Ranks(process_group, timeout)
+    with ranks.together("the start of checkpoint.load"):
+        background.finish()
     directory = Path(directory)
     optimizers = as_optimizers(optimizer)
 

@@ -33,7 +33,7 @@ class Saving:
         self._write: Callable[[], Path] | None = write
         self._staged = staged
         self._future: Future[Path] = Future()
-        self.is_observed = False  # whether somebody has learned how it ended
+        self.is_reported = False  # whether the caller has been told how it ended
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="fsdp_ext checkpoint")
         self._thread.start()
@@ -53,7 +53,8 @@ class Saving:
             Exception: why it was not saved, as :func:`save` raises it.
         """
         error = self._future.exception(timeout)
-        self.is_observed = True
+        self.is_reported = True
+        self._remove_hooks()
         if error is not None:
             raise error
         return self._future.result()
@@ -64,10 +65,15 @@ class Saving:
             self._staged.wait()
 
     def error(self) -> BaseException | None:
-        """Wait, and return why it was not saved if nobody has learned it yet."""
+        """Wait, and return the error of the save, unless ``result()`` has raised it."""
         error = self._future.exception()
-        is_new, self.is_observed = not self.is_observed, True
+        self._remove_hooks()
+        is_new, self.is_reported = not self.is_reported, True
         return error if is_new else None
+
+    def _remove_hooks(self) -> None:
+        if self._staged is not None:
+            self._staged.remove_hooks()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -78,10 +84,10 @@ class Saving:
         except BaseException as error:
             self._future.set_exception(error)
         finally:
-            self._write = None  # it has the model
+            self._write = None  # it keeps ``extra`` and the process group
 
 
-_running: list[Saving] = []  # the last save, if nobody has waited for it
+_running: list[Saving] = []  # the last save, until its end has been reported
 # The memory of the copies. It stays allocated as long as the model exists.
 _memory: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
@@ -93,31 +99,33 @@ def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
 
 
 def finish(*, wait: bool = True) -> None:
-    """Wait for the last save, and raise its error if nobody has learned it."""
+    """Wait for the last save, and raise its error unless ``result()`` has raised it."""
     if _running and not wait and not _running[-1].done():
         raise RuntimeError(
-            "async_save was called while the checkpoint before is still being written. Call "
+            "async_save was called while the previous checkpoint is still being written. Call "
             "result() of the earlier handle first, or pass if_running='wait'."
         )
     error = _error()
     if error is not None:
-        raise RuntimeError(f"the checkpoint before was not saved: {error}") from error
+        raise RuntimeError(f"the previous checkpoint was not saved: {error}") from error
 
 
 def _error() -> BaseException | None:
-    """Wait for the last save, and return its error if nobody has learned it."""
-    return _running.pop().error() if _running else None
+    """Wait for the last save, and return its error unless ``result()`` has raised it."""
+    error = _running[-1].error() if _running else None
+    _running.clear()  # not before it has ended: an interrupt must not forget it
+    return error
 
 
 class Staged:
     """Copies on the host of what is saved.
 
     Note [copies before the next step]
-    Between two steps of the optimizer, nothing changes its parameters and states. So the call that
-    saves copies only the rest, such as buffers, and a thread copies these: on the host as it gets
-    to it, and from a GPU on a stream of its own. A hook before the optimizer's step waits until
-    they are copied. Optimizers that step in backward have no such moment; for them the call copies
-    everything. Versions of the tensors tell whether something else has written to them.
+    Only the optimizer's step changes its parameters and states. So the call copies the rest, such
+    as buffers, and these are copied later: on the host by a thread, on a GPU by a stream of its
+    own. A hook before the optimizer's step waits for them. Optimizers that step in backward have no
+    such hook, so the call copies everything. Versions show whether anything else wrote to a tensor
+    meanwhile: they are compared before the step, or once everything is copied.
 
     Args:
         model: the model.
@@ -128,58 +136,73 @@ class Staged:
     def __init__(
         self, model: nn.Module, snapshot: Snapshot, optimizers: Sequence[Optimizer]
     ) -> None:
-        self._snapshot, copies = snapshot.staged(_staging(model, snapshot.nbytes))
+        self._snapshot, copies = snapshot.staged(_staging(model, snapshot))
         is_attached = any(vars(optimizer).get("_attached") for optimizer in optimizers)
         self._deferred = [copy for copy in copies if copy.is_stepped and not is_attached]
         self._versions = [copy.owner._version for copy in self._deferred]
-        self._on_gpu = any(copy.source.is_cuda for copy in copies)
+        self._changed: list[str] | None = None  # tensors that something else wrote to
+        self._lock = threading.Lock()
         self._copied = threading.Event()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers
-        ]
-        if self._on_gpu:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+        self._events: list[torch.cuda.Event] = []  # behind the copies from a GPU
+        if snapshot.is_on_gpu:
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 _make(self._deferred)
-            self._event = self._stream.record_event()
+            self._events.append(stream.record_event())
         _make([copy for copy in copies if is_attached or not copy.is_stepped])
-        if self._on_gpu:
-            self._rest = torch.cuda.current_stream().record_event()
+        if snapshot.is_on_gpu:
+            self._events.append(torch.cuda.current_stream().record_event())
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
 
     def finish(self) -> Snapshot | Exception:
         """Make the copies that are left, wait for all, and return them, or why they are wrong."""
         try:
-            if self._on_gpu:
-                self._event.synchronize()
-                self._rest.synchronize()
+            if self._events:
+                for event in self._events:
+                    event.synchronize()
             else:
                 _make(self._deferred)
-            for copy, version in zip(self._deferred, self._versions, strict=True):
-                if copy.owner._version != version:
-                    return RuntimeError(
-                        f"'{copy.name}' was written to while async_save copied it, and not by "
-                        "the optimizer's step. Call the handle's wait_for_copies() before such "
-                        "writes."
-                    )
+            changed = self._compare_versions()
+            if changed:
+                return RuntimeError(
+                    f"'{changed[0]}' was written to while async_save copied it, and not by the "
+                    "optimizer's step. Call the handle's wait_for_copies() before such writes."
+                )
             return self._snapshot
         except Exception as error:
             return error
         finally:
-            del self._snapshot, self._deferred  # the caller has the one, and the model the others
+            with self._lock:
+                self._deferred, self._versions = [], []
+            del self._snapshot  # the caller keeps it
             self._copied.set()
-            for hook in self._hooks:
-                hook.remove()
 
     def wait(self) -> None:
         """Wait until everything is copied."""
         self._copied.wait()
 
+    def remove_hooks(self) -> None:
+        """Remove the hooks. Not the thread does it, since the optimizer may iterate over them."""
+        for hook in self._hooks:
+            hook.remove()
+
     def _before_step(self, *_: object) -> None:
-        if self._on_gpu:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._copied.is_set():
+            return
+        if self._events:
+            torch.cuda.current_stream().wait_event(self._events[0])
+            self._compare_versions()
         else:
             self._copied.wait()
+
+    def _compare_versions(self) -> list[str]:
+        """Return the tensors that had been written to when this was called first."""
+        with self._lock:
+            if self._changed is None:
+                pairs = zip(self._deferred, self._versions, strict=True)
+                self._changed = [copy.name for copy, old in pairs if copy.owner._version != old]
+            return self._changed
 
 
 def _make(copies: Sequence[Copy]) -> None:
@@ -187,14 +210,19 @@ def _make(copies: Sequence[Copy]) -> None:
         copy.target.copy_(copy.source, non_blocking=True)
 
 
-def _staging(model: nn.Module, nbytes: int) -> torch.Tensor:
+def _staging(model: nn.Module, snapshot: Snapshot) -> torch.Tensor:
     """Return memory of the host, which later calls use again."""
     memory = _memory.pop(model, None)
-    if memory is None or len(memory) < nbytes:
+    if memory is None or len(memory) < snapshot.nbytes:
         del memory  # before the new memory, so that both never exist together
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        pinned = snapshot.is_on_gpu
+        memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, pin_memory=pinned)
     _memory[model] = memory
     return memory
+
+
+# A child has no such thread to wait for.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register

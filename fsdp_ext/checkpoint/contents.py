@@ -1,4 +1,8 @@
-"""What is saved of a model and an optimizer, and which part of each tensor a rank has."""
+"""What is saved of a model and an optimizer, and which part of each tensor a rank has.
+
+Saving uses state dicts, which have extra state and users' hooks. Streaming needs the units of a
+model, too: weights.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint.tensor_files import Part
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
-_SMALL = 1 << 20  # bytes; a smaller tensor that all ranks have is rank 0's
+_SMALL = 1 << 20  # bytes; rank 0 writes smaller tensors that all ranks have
 
 
 # - One tensor
@@ -37,7 +41,7 @@ class Box:
         tensor: the rank's elements.
         owner: the whole tensor; a DTensor if ranks share it.
         whole: the shape of the whole tensor.
-        offset: where they begin in it.
+        offset: where the rank's elements begin in the whole tensor.
         copies: how many ranks have the same elements.
         copy: which of them this rank is.
         is_sharded: whether ranks have different parts.
@@ -154,23 +158,6 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
-def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of tensors that are another one, too, with that one's name.
-
-    Tied parameters have two names and one memory.
-    """
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.numel() == 0 or not _is_plain(local):
-            continue
-        key = (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
-        if first.setdefault(key, name) != name:
-            aliases[name] = first[key]
-    return aliases
-
-
 # - Optimizers
 
 State = dict[str, Any]
@@ -227,7 +214,7 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
 
 
 def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
-    """Return the parameters that the states of optimizers are like, by name."""
+    """Return the parameters of optimizers by name. States have the same placements."""
     weights = weights_of(model)
     params: dict[str, torch.Tensor] = {}
     for optimizer in optimizers:

@@ -5,10 +5,11 @@ A checkpoint is a directory ``checkpoint-000012`` in it. While it is written it 
 ``.saving-000012``. When all its files and their names are on the disk, one rename makes it a
 checkpoint. A process that is killed before that leaves a directory that nobody takes for a
 checkpoint, and the next save removes it. Older checkpoints are removed only after the new one
-stands: each gets the name ``.deleting-000003`` first, so no half of one is left.
+stands. Each is renamed to ``.deleting-000003`` first, so an interrupted removal leaves no
+incomplete checkpoint.
 
-Rank 0 holds a lock of the directory while it saves. So no other job writes there, and whatever has
-the name of an unfinished checkpoint is of a job that has ended.
+Rank 0 holds a lock of the directory while it saves. So no other job writes there, and every
+unfinished checkpoint was left by a job that has ended.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ def locked(directory: Path) -> Iterator[None]:
             # Some network file systems have no locks.
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise FileExistsError(
-                    f"{directory} is written by another job, which saves a checkpoint there. Give "
-                    "each job a directory of its own."
+                    f"Another job is saving into {directory}. Give each job its own directory."
                 ) from error
         yield
     finally:
+        # A process that was forked meanwhile shares the lock, so closing does not release it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 

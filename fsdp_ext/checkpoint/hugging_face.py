@@ -55,7 +55,7 @@ def export(
 
     Args:
         model: as for :func:`stream_weights`.
-        directory: where to. It is made if need be.
+        directory: the target directory, made if it does not exist.
         max_shard_size: of a file, in bytes or as "5GB" with KB, MB, GB or TB. A larger tensor has
             a file of its own.
         dtype: the dtype of floating-point tensors; None for that of the sharded parameters.
@@ -114,11 +114,10 @@ def write_files(
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
     try:
-        with contextlib.closing(writing):
+        with ranks.together("export"), contextlib.closing(writing):
             for name, tensor in tensors:
                 writing.add(name, tensor)
                 del tensor  # before the next unit's gather needs memory
-        with ranks.together("export"):
             writing.check()
         _publish(directory, parts, files, own, ranks, write_more)
     except BaseException:

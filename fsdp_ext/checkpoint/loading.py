@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint import contents
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
+from fsdp_ext.checkpoint.weights import aliases_of
 from fsdp_ext.optim.state_entries import over
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank has read, and no model has yet.
+    """What a rank has read, before it is put into the model.
 
     Attributes:
         weights: as :func:`contents.weights_of` returns them.
@@ -64,18 +65,18 @@ def read(
     )
 
 
-# Returns what was read, once it was read.
+# Returns the value. Call it after Reader.run.
 Build = Callable[[], Any]
 
 
 def _plan_tensor(
     name: str, like: torch.Tensor, dtype: torch.dtype, parts: Parts, reader: Reader
 ) -> Build:
-    """Plan to read a tensor that lies on the ranks as another one does."""
+    """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
     box = contents.box_of(name, like, 0, 1)
     shape = tuple(like.to_local().shape) if isinstance(like, DTensor) else tuple(like.shape)
-    read = torch.empty(shape, dtype=dtype, pin_memory=like.is_cuda)
+    read = torch.empty(shape, dtype=dtype)
     if box is not None and read.numel():
         reader.add(name, parts[name], box.offset, read)
 
@@ -93,7 +94,7 @@ def _plan_tree(
     """Plan to read an encoded value with its tensors.
 
     Args:
-        like: returns a tensor that lies on the ranks as the tensor of a name should.
+        like: returns a tensor with the placements that the tensor of a name should have.
     """
     builds = {}
     for name in _tensors_in(tree):
@@ -137,15 +138,13 @@ def plan_weights(
     inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
     names = {*parts, *other, *aliases} - inner
     wanted = contents.weights_of(model)
-    first = contents.aliases_of(
-        {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
-    )
+    first = aliases_of(model)
     present = {first.get(name, name) for name in wanted if name in names}
     missing = [name for name in wanted if first.get(name, name) not in present]
     unknown = sorted(names - {*wanted, *aliases})
     if strict and (missing or unknown):
-        differences = [f"has no {_some(missing)}"] * bool(missing)
-        differences += [f"has {_some(unknown)}, which the model has not"] * bool(unknown)
+        differences = [f"lacks {_some(missing)}"] * bool(missing)
+        differences += [f"has {_some(unknown)}, which the model lacks"] * bool(unknown)
         raise ValueError(
             f"{stored.path} {' and '.join(differences)}. Load it into the model that it was saved "
             "from, or pass strict=False."
@@ -219,7 +218,7 @@ def _plan_optimizer(
 
 
 def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a tensor that lies on the ranks as a state of a parameter should."""
+    """Return a tensor with the placements that a state of a parameter should have."""
     whole = shape_of(parts[name])
     if whole == tuple(param.shape):
         return param

@@ -183,8 +183,8 @@ def from_dcp(source: Path, directory: Path) -> Path:
             }
             for group in state["param_groups"]
         ]
-        tensors, tree = encoded_optimizer({"state": state["state"], "groups": groups})
-        files["optimizer"] = Kind(own_boxes(tensors, 0, 1), tree)
+        tensors, options, tree = encoded_optimizer({"state": state["state"], "groups": groups})
+        files["optimizer"] = Kind(own_boxes(tensors | options, 0, 1), tree)
     if kinds["extra"]:
         tensors = {}
         tree = encode({name: saved[name] for name in kinds["extra"]}, "extra", tensors)

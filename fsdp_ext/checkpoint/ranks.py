@@ -23,14 +23,15 @@ from fsdp_ext.comm.rendezvous import (
     store_of,
 )
 
+_LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
 
-# How many agreements each group has had, by what it did. A thread may save while others export.
+# The number of agreements of each group, by operation. A thread may save while the caller exports.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
-    """Another rank could not save or load, so no rank has."""
+    """Another rank failed to save or load, so this one did not either."""
 
 
 TIMEOUT = timedelta(minutes=30)  # by default, as of PyTorch's process groups
@@ -56,7 +57,7 @@ class Ranks:
         self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
-        # Also for messages of a thread that goes on after the group was destroyed.
+        # For messages of a background thread, also after the group has been destroyed.
         self._names = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()
@@ -104,6 +105,22 @@ class Ranks:
             raise OtherRanksError(f"rank {decision['rank']} failed: {decision['failed']}")
         return decision["ok"]
 
+    def leave(self, what: str) -> None:
+        """Let rank 0 wait until the others have read its last decision.
+
+        Its process may serve the store, and end next.
+        """
+        if self._store is None or self._group is None:
+            return
+        key = _key(what, _counts[self._group][what], "left")
+        if self.rank != 0:
+            self._store.add(key, 1)
+            return
+        deadline = time.monotonic() + _LEAVING
+        while self._store.add(key, 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(SHORTEST_PAUSE)
+        self._store.delete_key(key)
+
     def _decide(
         self, what: str, number: int, message: Any, decide: Callable[[list[Any]], Any]
     ) -> Any:
@@ -112,6 +129,8 @@ class Ranks:
         others = range(1, self.size)
         try:
             values = [message, *(self._get(_key(what, number, r), r, what) for r in others)]
+            # So every rank has read the decision before this one.
+            self._store.delete_key(_key(what, number - 1, "decision"))
             decision = next((value for value in values if "failed" in value), None)
             decision = decision or {"ok": decide([value["ok"] for value in values])}
         except Exception as error:
@@ -119,8 +138,6 @@ class Ranks:
         self._store.set(_key(what, number, "decision"), json.dumps(decision))
         for rank in others:
             self._store.delete_key(_key(what, number, rank))
-        # Every rank has read the decision before this one.
-        self._store.delete_key(_key(what, number - 1, "decision"))
         if failure is not None:
             raise failure
         return decision

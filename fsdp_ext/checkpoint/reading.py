@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -114,7 +114,12 @@ class Checkpoint:
 
     def _read_index(self) -> dict[str, Any]:
         path = self.path / INDEX
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{path} is missing. Load from a directory that all ranks share."
+            ) from error
         try:
             index = json.loads(text)
             content, expected = index["content"], index["checksum"]
@@ -144,7 +149,7 @@ class Checkpoint:
 
 
 def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
-    """Return what is in a file beside tensors."""
+    """Decode what a file has beside tensors."""
     try:
         return decode(tree, tensor_of)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -201,11 +206,14 @@ class Reader:
             DamagedFileError: if the data is not what was written.
             OSError: the system's own error.
         """
-        with ThreadPoolExecutor(_THREADS) as threads:
-            for file, jobs in self._jobs.items():
-                with file:
-                    for done in [threads.submit(job) for job in jobs]:
-                        done.result()
+        for file, jobs in self._jobs.items():
+            # The threads end before the file closes. An error cancels the jobs that have not begun.
+            with file, ThreadPoolExecutor(_THREADS) as threads:
+                deque(threads.map(_run, jobs), maxlen=0)
+
+
+def _run(job: Job) -> None:
+    job()
 
 
 def _common(

@@ -22,7 +22,6 @@ from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.contents import (
     Box,
     State,
-    aliases_of,
     optimizer_state,
     own_boxes,
     weights_of,
@@ -31,6 +30,7 @@ from fsdp_ext.checkpoint.contents import (
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.tensor_files import Writer, checksum
 from fsdp_ext.checkpoint.trees import encode
+from fsdp_ext.checkpoint.weights import aliases_of
 
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
@@ -76,7 +76,7 @@ class Snapshot:
     Attributes:
         kinds: the files' contents.
         elements: the elements of all whole tensors of the model and the optimizer.
-        mesh: the shape of the model's mesh, by the names of its dimensions; for those who look.
+        mesh: the shape of the model's mesh, by the names of its dimensions, for ``inspect``.
     """
 
     kinds: dict[str, Kind]
@@ -96,7 +96,7 @@ class Snapshot:
         state = optimizer_state(model, optimizers)
         everything = weights_of(model)
         tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
-        aliases = aliases_of(tensors)
+        aliases = {name: first for name, first in aliases_of(model).items() if name in tensors}
         weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         other = {name: value for name, value in everything.items() if name not in tensors}
         tree = {name: encode(value, name, weights) for name, value in other.items()}
@@ -110,9 +110,10 @@ class Snapshot:
         }
         elements = sum(tensor.numel() for tensor in weights.values())
         if optimizers:
-            states, tree = encoded_optimizer(state)
-            boxes = own_boxes(states, ranks.rank, ranks.size)
-            kinds["optimizer"] = Kind(boxes, tree, frozenset(boxes))
+            states, options, tree = encoded_optimizer(state)
+            stepped = frozenset(states)
+            states |= options
+            kinds["optimizer"] = Kind(own_boxes(states, ranks.rank, ranks.size), tree, stepped)
             elements += sum(tensor.numel() for tensor in states.values())
         if extra is not None:
             kinds["extra"] = _extra_kind(extra)
@@ -147,6 +148,12 @@ class Snapshot:
         return dataclasses.replace(self, kinds=kinds), copies
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether some of it is on a GPU."""
+        boxes = (box for kind in self.kinds.values() for box in kind.boxes.values())
+        return any(box.tensor.is_cuda for box in boxes)
+
+    @property
     def nbytes(self) -> int:
         """The bytes that :meth:`staged` needs."""
         return sum(
@@ -160,18 +167,21 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // 16) * 16  # a view of any dtype begins there
 
 
-def encoded_optimizer(state: State) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return the tensors of what :func:`optimizer_state` returned, and the rest as JSON."""
+def encoded_optimizer(
+    state: State,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+    """Return what :func:`optimizer_state` returned: tensors of states, of options, and the rest."""
     tensors: dict[str, torch.Tensor] = {}
+    of_options: dict[str, torch.Tensor] = {}
     states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
     groups = [
         {
             "names": group["names"],
-            "options": encode(group["options"], f"group {number}", tensors),
+            "options": encode(group["options"], f"options of group {number}", of_options),
         }
         for number, group in enumerate(state["groups"])
     ]
-    return tensors, {"state": states, "groups": groups}
+    return tensors, of_options, {"state": states, "groups": groups}
 
 
 def _extra_kind(extra: Any) -> Kind:
@@ -230,12 +240,15 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             count = sum(of_rank["elements"] for of_rank in files)
             if same_names and count != snapshot.elements:
                 raise ValueError(
-                    f"checkpoint.save got ranks that have {count} of {snapshot.elements} elements "
-                    "together. All ranks of the model's meshes have to save: pass their "
-                    "process_group=."
+                    f"checkpoint.save found {count} of the {snapshot.elements} elements of the "
+                    "model and its optimizer on these ranks. Pass a process_group= of all ranks of "
+                    "the model's meshes."
                 )
             write_index(place, [of_rank["files"] for of_rank in files], snapshot.mesh)
-            return directories.commit(place).name
+            path = directories.commit(place)
+            if keep is not None:
+                directories.remove_old(directory, keep)
+            return path.name
 
         try:
             target: Path = directory / ranks.agree("checkpoint.save", written, end)
@@ -244,8 +257,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
                 with contextlib.suppress(OSError):
                     disk.remove_directory(place)
             raise
-        if keep is not None and ranks.rank == 0:
-            directories.remove_old(directory, keep)
+        ranks.leave("checkpoint.save")
         return target
 
 

@@ -37,14 +37,20 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     def inner(key: object, item: Any) -> Any:
         return encode(item, f"{path}/{key}", tensors)
 
+    def put(tensor: torch.Tensor) -> str:
+        name = path
+        while name in tensors:  # such as of the keys 1 and "1"
+            name += "'"
+        tensors[name] = tensor
+        return name
+
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, torch.Tensor):
-        tensors[path] = value
-        return {"tensor": path}
+        return {"tensor": put(value)}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind is torch.dtype:
@@ -58,9 +64,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {name: [inner(i, item) for i, item in enumerate(value)]}
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray:
-        tensors[path] = torch.from_numpy(value.copy())
-        return {"array": path}
-    raise TypeError(f"{path} is a {kind.__name__}, which cannot be saved. It may have {_KINDS}.")
+        return {"array": put(torch.from_numpy(value.copy()))}
+    raise TypeError(f"{path} is of type {kind.__name__}, which cannot be saved. Use {_KINDS}.")
 
 
 def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:

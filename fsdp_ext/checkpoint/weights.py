@@ -85,6 +85,21 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
         return _group(model, caller)
 
 
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tied weights, with the first name of each."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    with contextlib.ExitStack() as shown:
+        for unit in units_below(model):
+            shown.enter_context(own_parameters_shown(unit))
+        for prefix, module, _ in _walk(model, "", model):
+            for name, tensor in _saved_by(module):
+                found = first.setdefault(id(tensor), prefix + name)
+                if found != prefix + name:
+                    aliases[prefix + name] = found
+    return aliases
+
+
 def _group(model: nn.Module, caller: str) -> list[list[Weight]]:
     walked = list(_walk(model, "", model))
     cast = {

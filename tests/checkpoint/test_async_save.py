@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,13 @@ def test_what_is_written_is_what_was_there(tmp_path: Path, stopped: Stopped) -> 
 def test_a_second_save_waits_or_raises(tmp_path: Path, stopped: Stopped) -> None:
     model = nn.Linear(2, 2)
     checkpoint.async_save(tmp_path, model)
-    with pytest.raises(RuntimeError, match="while the checkpoint before is still being written"):
+    with pytest.raises(RuntimeError, match="while the previous checkpoint is still being"):
         checkpoint.async_save(tmp_path, model, if_running="raise")
     with pytest.raises(ValueError, match="got if_running='never'"):
         checkpoint.async_save(tmp_path, model, if_running="never")
-    threading.Timer(0.1, stopped.go_on.set).start()
     with torch.no_grad():
         model.weight.fill_(7)
+    threading.Timer(0.1, stopped.go_on.set).start()
     second = checkpoint.async_save(tmp_path, model)
     assert second.result().name == "checkpoint-000002"
     assert not torch.equal(value_of(tmp_path / "checkpoint-000001"), model.weight)
@@ -89,7 +91,7 @@ def test_an_error_is_raised_by_result_or_by_the_next_call(tmp_path: Path, stoppe
     with pytest.raises(OSError, match="No space left"):
         asked.result()
     checkpoint.async_save(tmp_path, model)
-    with pytest.raises(RuntimeError, match=r"the checkpoint before was not saved: .*No space left"):
+    with pytest.raises(RuntimeError, match=r"previous checkpoint was not saved: .*No space left"):
         checkpoint.save(tmp_path, model)
     stopped.error = None
     checkpoint.save(tmp_path, model)
@@ -121,10 +123,13 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
 def _step_while_copies_wait(place: Path, attached: bool) -> None:
     make = background._make
     go_on = threading.Event()
+    order: list[str] = []
 
     def make_late(copies: Any) -> None:
-        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        in_call = threading.current_thread() is threading.main_thread()
+        assert in_call or go_on.wait(60)
         make(copies)
+        order.extend([] if in_call else ["copied"])
 
     background._make = make_late
     model = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -134,14 +139,15 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     state = [whole(value).clone() for value in model.state_dict().values()]
+    optimizer.register_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
+    optimizer.register_step_post_hook(lambda *_: order.append("stepped"))
     saving = checkpoint.async_save(place, model, optimizer)
-    threading.Timer(0.3, go_on.set).start()
     model(torch.randn(4, 2)).sum().backward()  # changes buffers, and what is attached
-    assert not go_on.is_set()
+    assert order == []
     optimizer.step()
-    assert go_on.is_set()
+    assert order == ["copied", "stepped"]
     saving.result()
-    assert not optimizer._optimizer_step_pre_hooks
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
     checkpoint.load(place, model, optimizer)
     for value, expected in zip(model.state_dict().values(), state, strict=True):
         assert torch.equal(whole(value), expected)
@@ -172,27 +178,70 @@ def test_a_step_waits_for_the_copies_of_what_it_changes(tmp_path: Path, attached
     run_ranks(_step_while_copies_wait, 1, tmp_path, attached, fresh=True)
 
 
-def _train_beside_saves(place: Path) -> None:
+def _train_beside_saves(place: Path, attached: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     for layer in model:
         fsdp_ext.fully_shard(layer)
     fsdp_ext.fully_shard(model)
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.attach(model)
+    kind: Any = optim.AdamW if attached else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.1))
+    if attached:
+        optimizer.attach(model)
     states = []
     for step in range(6):
         torch.manual_seed(step + 10 * dist.get_rank())
         model(torch.randn(3, 16)).square().sum().backward()
         optimizer.step()
         states.append([param.to_local().clone() for param in model.parameters()])
-        checkpoint.async_save(place, model, optimizer, {"step": step})
-    for step, state in enumerate(states):
+        checkpoint.async_save(place, model, optimizer, {"step": step}, keep=5)
+        optimizer.param_groups[0]["lr"].mul_(0.9)  # as schedulers do
+    checkpoint.save(place / "last", model)  # waits for the one before
+    names = [f"checkpoint-{step + 1:06}" for step in range(1, 6)]
+    assert sorted(path.name for path in place.glob("checkpoint-*")) == names
+    for step, state in list(enumerate(states))[1:]:
         extra = checkpoint.load(place / f"checkpoint-{step + 1:06}", model, optimizer)
         assert extra == {"step": step}
+        lr = optimizer.param_groups[0]["lr"]
+        assert torch.allclose(lr, torch.tensor(0.1 * 0.9**step))
         for param, expected in zip(model.parameters(), state, strict=True):
             assert torch.equal(param.to_local(), expected)
 
 
-def test_each_save_has_the_step_after_which_it_was_called(tmp_path: Path) -> None:
-    run_ranks(_train_beside_saves, 2, tmp_path)
+@pytest.mark.parametrize("attached", [False, True])
+def test_each_save_has_the_step_after_which_it_was_called(tmp_path: Path, attached: bool) -> None:
+    run_ranks(_train_beside_saves, 2, tmp_path, attached)
+
+
+def _differ(place: Path) -> None:
+    """Let only rank 0 be busy, and then only rank 0 know an error."""
+    rank = dist.get_rank()
+    model = fsdp_ext.fully_shard(nn.Linear(4, 4))
+    busy = background.Saving(partial(_wait_for, place / "go on"), None)
+    if rank == 0:
+        background._running.append(busy)
+    with pytest.raises(RuntimeError, match="while the previous checkpoint is still being written"):
+        checkpoint.async_save(place, model, if_running="raise")
+    (place / "go on").touch()
+    failing = background.start(partial(_fail, place), None)
+    if rank == 0:
+        with pytest.raises(OSError, match="broken"):
+            failing.result()
+    with pytest.raises(RuntimeError, match=r"the previous checkpoint was not saved: .*broken"):
+        checkpoint.async_save(place, model)
+    path = checkpoint.async_save(place, model).result()
+    assert path.name == "checkpoint-000001"
+
+
+def _wait_for(path: Path) -> Path:
+    while not path.exists():
+        time.sleep(0.01)
+    return path
+
+
+def _fail(path: Path) -> Path:
+    raise OSError(5, f"{path} is broken")
+
+
+def test_ranks_that_differ_about_the_previous_save_all_raise(tmp_path: Path) -> None:
+    run_ranks(_differ, 2, tmp_path)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import resource
 import shutil
+import signal
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,14 +84,15 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved: Path, tmp_path: Path, name
     shutil.copytree(saved, path)
     whole = (path / name).read_bytes()
     step = max(1, len(whole) // 200)
+    model, optimizer = made()
     for position in [*range(0, len(whole), step), *range(len(whole) - 40, len(whole))]:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << position % 8
         (path / name).write_bytes(damaged)
         with pytest.raises(checkpoint.DamagedFileError, match=r"damaged|checksum|names|bytes"):
-            checkpoint.load(path, *made())
+            checkpoint.load(path, model, optimizer)
     (path / name).write_bytes(whole)
-    checkpoint.load(path, *made())
+    checkpoint.load(path, model, optimizer)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -187,7 +193,7 @@ def test_a_checkpoint_of_a_newer_format(copy: Path) -> None:
 def test_models_with_other_names_and_shapes(saved: Path) -> None:
     model, optimizer = made()
     more = nn.ModuleDict({"first": model.first, "second": model.second, "third": nn.Linear(1, 1)})
-    with pytest.raises(ValueError, match=r"has no 'third\.weight', 'third\.bias'\. Load it into"):
+    with pytest.raises(ValueError, match=r"lacks 'third\.weight', 'third\.bias'\. Load it into"):
         checkpoint.load(saved, more)
     less = nn.ModuleDict({"first": model.first})
     with pytest.raises(ValueError, match=r"has 'second\.bias', 'second\.weight', which the model"):
@@ -242,7 +248,7 @@ def test_another_job_that_writes_there(tmp_path: Path) -> None:
     model, _ = made()
     with (
         directories.locked(tmp_path),
-        pytest.raises(FileExistsError, match="is written by another job"),
+        pytest.raises(FileExistsError, match="Another job is saving into"),
     ):
         checkpoint.save(tmp_path, model)
     checkpoint.save(tmp_path, model)
@@ -280,10 +286,14 @@ class Odd:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [({"loader": Odd()}, "extra/loader is a Odd"), ([{1}], "extra/0 is a set"), (Odd, "a type")],
+    [
+        ({"x": Odd()}, "extra/x is of type Odd"),
+        ([{1}], "extra/0 is of type set"),
+        (Odd, "type type"),
+    ],
 )
 def test_values_that_would_need_pickle_are_refused(tmp_path: Path, value: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}, which cannot be saved. It may have numbers"):
+    with pytest.raises(TypeError, match=f"{name}, which cannot be saved. Use numbers"):
         checkpoint.save(tmp_path, nn.Linear(1, 1), extra=value)
     assert checkpoint.latest(tmp_path) is None
 
@@ -299,8 +309,57 @@ def test_tensors_that_cannot_be_saved(tmp_path: Path) -> None:
     strange.register_buffer("q", torch.ones(2, dtype=torch.complex128))
     with pytest.raises(TypeError, match=r"'q' has dtype torch\.complex128, which safetensors"):
         checkpoint.save(tmp_path, strange)
-    with pytest.raises(TypeError, match="is a set"):
+    with pytest.raises(TypeError, match="is of type set"):
         encode({"a": {1}}, "x", {})
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    shared = torch.arange(3)
+    extra = {
+        "numbers": [1, 2.5, True, None, float("inf"), float("-inf"), -0.0],
+        "nested": ({"a": (1, [2])}, b"\x00\xff", torch.float8_e4m3fn, "text"),
+        "counter": Counter({5: 2}),
+        "generators": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
+        1: torch.ones(2),
+        "1": torch.zeros(2),
+        "a/b": shared,
+        "a": {"b": shared + 1},
+        ("a", 2): numpy.arange(4, dtype=numpy.uint32),
+    }
+    model = nn.Linear(1, 1)
+    checkpoint.save(tmp_path, model, extra=extra)
+    assert_same(checkpoint.load(tmp_path, model), extra)
+    checkpoint.save(tmp_path, model, extra=float("nan"))
+    assert math.isnan(checkpoint.load(tmp_path, model))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, (Tensor, numpy.ndarray)):
+        assert got.dtype == expected.dtype
+        assert (got == expected).all()
+    else:
+        assert got == expected
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with directories.locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        checkpoint.save(tmp_path, nn.Linear(1, 1))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 # - Ranks
@@ -312,7 +371,7 @@ def _one_rank_fails(place: Path) -> None:
     model = fsdp_ext.fully_shard(Net())
     failing = {"odd": Odd()} if rank == 1 else {}
     kind = TypeError if rank == 1 else checkpoint.OtherRanksError
-    with pytest.raises(kind, match=r"extra/odd is a Odd"):
+    with pytest.raises(kind, match=r"extra/odd is of type Odd"):
         checkpoint.save(place, model, extra=failing)
     path = checkpoint.save(place, model, timeout=timedelta(seconds=60))
     if rank == 1:
@@ -326,7 +385,7 @@ def _one_rank_fails(place: Path) -> None:
         checkpoint.load(place, model)
     assert torch.equal(model.first.weight.to_local(), before + 1)
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"waited 1 s in checkpoint\.save for rank 1"):
+        with pytest.raises(RuntimeError, match=r"waited 1 s in the start of checkpoint\.save for"):
             checkpoint.save(place, model, timeout=timedelta(seconds=1))
 
 

@@ -326,7 +326,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a tensor missing": (
         lambda d: changed(d / INDEX, lambda places: places.pop("stem.bias")),
         ValueError,
-        r"has no 'stem\.bias'\. Load it into",
+        r"lacks 'stem\.bias'\. Load it into",
     ),
     "a tensor missing in its file": (
         lambda d: changed(d / FIRST, lambda state: state.pop("stem.bias")),
@@ -339,7 +339,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
             changed(d / INDEX, lambda places: places.update(extra=FIRST)),
         ),
         ValueError,
-        r"has 'extra', which the model has not\.",
+        r"has 'extra', which the model lacks\.",
     ),
     "another shape": (
         lambda d: changed(d / FIRST, lambda state: state.update({"stem.bias": torch.ones(2)})),
@@ -453,7 +453,7 @@ def _loads_tied(directory: Path) -> None:
         del state["head.weight"], state["tokens.weight"]
         safetensors.torch.save_file(state, directory / "model.safetensors")
     dist.barrier()
-    with pytest.raises(ValueError, match=r"has no 'tokens\.weight', 'head\.weight'"):
+    with pytest.raises(ValueError, match=r"lacks 'tokens\.weight', 'head\.weight'"):
         load_pretrained(model, directory)
 
 

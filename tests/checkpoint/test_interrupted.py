@@ -111,8 +111,8 @@ def test_a_process_that_is_killed_at_any_change_of_the_disk(tmp_path: Path, half
     assert changes > 20
 
 
-def lose_a_rank(directory: Path, rank: int, number: int) -> None:
-    """Save on two ranks, and kill one of them at a change of the disk."""
+def lose_a_rank(directory: Path, rank: int, number: int) -> tuple[int, int]:
+    """Save on two ranks, and kill one of them at a change of the disk. Return how both ended."""
     checkpoint.save(directory, *made(1.0))
 
     def save(this: int) -> None:
@@ -136,11 +136,12 @@ def lose_a_rank(directory: Path, rank: int, number: int) -> None:
     model, optimizer = made(0.0)
     checkpoint.load(directory, model, optimizer)
     assert torch.equal(model.weight, torch.full((2, 3), float(newest.name[-1])))
+    return codes[rank], codes[1 - rank]
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 2), (0, 12), (1, 0), (1, 3)])
 def test_a_rank_that_is_killed(tmp_path: Path, rank: int, number: int) -> None:
-    lose_a_rank(tmp_path, rank, number)
+    assert lose_a_rank(tmp_path, rank, number) == (KILLED, TOLD)
 
 
 @pytest.mark.exhaustive

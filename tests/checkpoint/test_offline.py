@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import cli
+from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 
 def main(arguments: list[str]) -> int:
@@ -80,7 +82,22 @@ def test_inspect_shows_and_verifies(place: Path, capsys: pytest.CaptureFixture[s
     assert "are as they were written" in out
 
 
-def test_inspect_names_damage(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_damage(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "ours", tmp_path / "ours")
+    path = tmp_path / "ours/checkpoint-000001/weights-00001.safetensors"
+    part = TensorFile(path).parts["embed.weight"]
+    with path.open("r+b") as file:
+        file.seek(part.begin)
+        file.write(b"\x55")
+    assert main(["inspect", str(tmp_path / "ours"), "--verify"]) == 1
+    assert "damaged data in tensor 'embed.weight'" in capsys.readouterr().err
+
+
+def test_inspect_of_a_directory_without_checkpoints(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(place / "nothing")]) == 1
     assert "has no checkpoint" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext import checkpoint, fully_shard, optim
 
 
-def made(seed: int, offload: bool) -> tuple[Any, torch.optim.Optimizer]:
+def made(seed: int, offload: bool, kind: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(3)]
     model: Any = nn.Sequential(*layers).cuda()
@@ -23,7 +23,7 @@ def made(seed: int, offload: bool) -> tuple[Any, torch.optim.Optimizer]:
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    optimizer = (torch.optim if offload else optim).AdamW(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     step(model, optimizer)
     return model, optimizer
 
@@ -49,8 +49,8 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-def _saves_and_loads(place: Path, offload: bool) -> None:
-    model, optimizer = made(0, offload)
+def _saves_and_loads(place: Path, offload: bool, kind: Any) -> None:
+    model, optimizer = made(0, offload, kind)
     expected = [state_of(model, optimizer)]
     checkpoint.save(place / "whole", model, optimizer)
     for _ in range(3):
@@ -58,7 +58,7 @@ def _saves_and_loads(place: Path, offload: bool) -> None:
         step(model, optimizer)  # while the copies are made
         expected.append(state_of(model, optimizer))
         saving.result()
-    other, its_optimizer = made(1, offload)
+    other, its_optimizer = made(1, offload, kind)
     checkpoint.load(place / "whole", other, its_optimizer)
     assert_equal(state_of(other, its_optimizer), expected[0])
     for number, state in enumerate(expected[:3], start=1):
@@ -67,26 +67,16 @@ def _saves_and_loads(place: Path, offload: bool) -> None:
     step(other, its_optimizer)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_checkpoint_has_what_was_there_at_the_call(tmp_path: Path, offload: bool) -> None:
-    run_ranks(_saves_and_loads, 1, tmp_path, offload)
-
-
-def _exports(place: Path) -> None:
-    model, optimizer = made(0, offload=False)
-    expected = state_of(model, optimizer)
-    checkpoint.export(model, place)
-    streamed = {name: tensor.cpu() for name, tensor in checkpoint.stream_weights(model)}
-    other, _ = made(1, offload=False)
-    checkpoint.load_pretrained(other, place)
-    weights = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in other.state_dict().items()
-    }
-    for name, tensor in weights.items():
-        assert torch.equal(tensor.cpu(), streamed[name]), name
-        assert torch.equal(tensor.cpu(), expected[name].view(tensor.shape)), name
-
-
-def test_weights_are_exported_and_streamed(tmp_path: Path) -> None:
-    run_ranks(_exports, 1, tmp_path)
+@pytest.mark.parametrize(
+    ("offload", "kind"),
+    [
+        (False, optim.AdamW),
+        (False, torch.optim.AdamW),
+        (False, torch.optim.SGD),
+        (True, torch.optim.AdamW),
+    ],
+)
+def test_a_checkpoint_has_what_was_there_at_the_call(
+    tmp_path: Path, offload: bool, kind: Any
+) -> None:
+    run_ranks(_saves_and_loads, 1, tmp_path, offload, kind)
