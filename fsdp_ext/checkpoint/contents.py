@@ -162,7 +162,7 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
 
 State = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer] | None
-_NAMES = ("params", "param_names")  # entries of a group that are no options
+NOT_OPTIONS = ("params", "param_names")  # entries of a group that are no options
 
 
 def as_optimizers(given: Optimizers) -> Sequence[Optimizer]:
@@ -187,7 +187,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
         by_key: dict[Any, str] = {}
         for group, of_group in zip(state["param_groups"], names, strict=True):
             by_key |= zip(group["params"], of_group, strict=True)
-            options = {key: value for key, value in group.items() if key not in _NAMES}
+            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
             found["groups"].append({"names": of_group, "options": options})
         found["state"] |= {by_key[key]: value for key, value in state["state"].items()}
     return found

@@ -34,7 +34,7 @@ _PARTIAL = ".partial"
 _FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-Parts = dict[str, Part]
+Layout = dict[str, Part]
 
 
 def export(
@@ -72,10 +72,9 @@ def export(
         units = weights_by_unit(model, "export")
         stored = _stored_names(model, [weight for unit in units for weight in unit])
         parts = {
-            name: Part(weight.dtype_as(dtype), shape, shape, (0,) * len(shape))
+            name: Part.whole_of(weight.dtype_as(dtype), tuple(weight.tensor.shape))
             for unit in units
             for weight in unit
-            for shape in [tuple(weight.tensor.shape)]
             for name in stored[weight.names[0]]
         }
     tensors = (
@@ -90,11 +89,11 @@ def export(
 
 def write_files(
     directory: Path,
-    parts: Parts,
+    parts: Layout,
     tensors: Iterable[tuple[str, torch.Tensor]],
     max_shard_size: int | str,
     ranks: Ranks,
-    write_more: Callable[[Path, Parts], object] | None = None,
+    write_more: Callable[[Path, Layout], object] | None = None,
 ) -> None:
     """Write whole tensors in the layout of Hugging Face.
 
@@ -168,9 +167,9 @@ def _stored_names(model: nn.Module, weights: list[Weight]) -> dict[str, list[str
     return stored
 
 
-def _files(parts: Parts, limit: int) -> dict[str, Parts]:
+def _files(parts: Layout, limit: int) -> dict[str, Layout]:
     """Return the tensors of each file, by the files' names."""
-    files: list[Parts] = [{}]
+    files: list[Layout] = [{}]
     size = 0
     for name, part in parts.items():
         if part.dtype not in NAMES:
@@ -203,7 +202,7 @@ class _Export:
         files: the tensors of each file that this rank writes, in the order in which they come.
     """
 
-    def __init__(self, directory: Path, files: dict[str, Parts]) -> None:
+    def __init__(self, directory: Path, files: dict[str, Layout]) -> None:
         self._directory = directory
         self._file_of = {name: file for file, parts in files.items() for name in parts}
         self._last = {next(reversed(parts)) for parts in files.values()}
@@ -243,11 +242,11 @@ class _Export:
 
 def _publish(
     directory: Path,
-    parts: Parts,
-    files: dict[str, Parts],
-    own: dict[str, Parts],
+    parts: Layout,
+    files: dict[str, Layout],
+    own: dict[str, Layout],
     ranks: Ranks,
-    write_more: Callable[[Path, Parts], object] | None,
+    write_more: Callable[[Path, Layout], object] | None,
 ) -> None:
     """Give the files their names. While names change, the directory has no index."""
     with ranks.together("export"):
@@ -268,14 +267,14 @@ def _publish(
             disk.flush_directory(directory)
 
 
-def _index(files: dict[str, Parts]) -> str:
+def _index(files: dict[str, Layout]) -> str:
     size = sum(part.nbytes for parts in files.values() for part in parts.values())
     places = {name: file for file, parts in files.items() for name in parts}
     index = {"metadata": {"total_size": size}, "weight_map": places}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _write_config(model: nn.Module, directory: Path, parts: Parts) -> None:
+def _write_config(model: nn.Module, directory: Path, parts: Layout) -> None:
     """Write the configuration of a model of transformers, with its class and its dtype."""
     inner = [module for prefix, module in modules_of(model) if not prefix]
     with_config = [m for m in inner if hasattr(getattr(m, "config", None), "save_pretrained")]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint.contents import own_boxes
+from fsdp_ext.checkpoint.contents import NOT_OPTIONS, own_boxes
 from fsdp_ext.checkpoint.hugging_face import write_files
 from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
@@ -72,7 +72,7 @@ def verify(path: Path) -> int:
 
 
 def _progress(items: Iterable[T], total: int, unit: str) -> Iterable[T]:
-    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash
+    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
 
     bar: Iterable[T] = tqdm(items, total=total, unit=unit)
     return bar
@@ -84,7 +84,7 @@ def _progress(items: Iterable[T], total: int, unit: str) -> Iterable[T]:
 def whole_parts(checkpoint: Checkpoint, kind: str) -> dict[str, Part]:
     """Return the whole tensors of a checkpoint, by name."""
     return {
-        name: Part(parts[0][1].dtype, shape_of(parts), shape_of(parts), (0,) * len(shape_of(parts)))
+        name: Part.whole_of(parts[0][1].dtype, shape_of(parts))
         for name, parts in checkpoint.parts(kind).items()
     }
 
@@ -123,7 +123,7 @@ def import_files(source: Path, directory: Path) -> Path:
     """
     files = open_files(source)
     parts = {name: [(file, file.parts[name])] for name, file in files.items()}
-    whole = {name: Part(p.dtype, p.shape, p.shape, p.offset) for name, ((_, p),) in parts.items()}
+    whole = {name: Part.whole_of(part.dtype, part.shape) for name, [(_, part)] in parts.items()}
     tree: dict[str, Any] = {"aliases": {}, "other": {}}
     with directories.locked(directory):
         place = directories.begin(directory)
@@ -179,7 +179,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
         groups = [
             {
                 "names": list(group["params"]),
-                "options": {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                "options": {k: v for k, v in group.items() if k not in NOT_OPTIONS},
             }
             for group in state["param_groups"]
         ]

@@ -28,10 +28,11 @@ from fsdp_ext.checkpoint.contents import (
     without_others,
 )
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.tensor_files import Writer, checksum
+from fsdp_ext.checkpoint.tensor_files import Writer, checksum, round_up
 from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.weights import aliases_of
 
+_ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
 
@@ -120,7 +121,7 @@ class Snapshot:
         return cls(kinds, elements, _mesh_of(tensors))
 
     @property
-    def digest(self) -> str:
+    def digest_of_names(self) -> str:
         """A checksum of the names of whole tensors, and of the number of elements in all."""
         names = [
             name
@@ -143,7 +144,7 @@ class Snapshot:
                 copy = copy.view(box.tensor.shape)
                 copies.append(Copy(key, copy, box.tensor, box.owner, key in kind.stepped))
                 boxes[key] = dataclasses.replace(box, tensor=copy, owner=copy)
-                position += _round_up(nbytes)
+                position += round_up(nbytes, _ALIGNMENT)
             kinds[name] = dataclasses.replace(kind, boxes=boxes)
         return dataclasses.replace(self, kinds=kinds), copies
 
@@ -157,14 +158,10 @@ class Snapshot:
     def nbytes(self) -> int:
         """The bytes that :meth:`staged` needs."""
         return sum(
-            _round_up(box.part.nbytes)
+            round_up(box.part.nbytes, _ALIGNMENT)
             for kind in self.kinds.values()
             for box in kind.boxes.values()
         )
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16  # a view of any dtype begins there
 
 
 def encoded_optimizer(
@@ -226,7 +223,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             lock.enter_context(directories.locked(directory))
             return directories.begin(directory).name, len(set(digests)) == 1
 
-        value = snapshot if isinstance(snapshot, Exception) else snapshot.digest
+        value = snapshot if isinstance(snapshot, Exception) else snapshot.digest_of_names
         name, same_names = ranks.agree("checkpoint.save", value, begin)
         assert isinstance(snapshot, Snapshot)
         place = directory / name

@@ -89,10 +89,9 @@ class Part:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of_whole(cls, tensor: torch.Tensor) -> Part:
+    def whole_of(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> Part:
         """Return the part that a whole tensor is."""
-        shape = tuple(tensor.shape)
-        return cls(tensor.dtype, shape, shape, (0,) * len(shape))
+        return cls(dtype, shape, shape, (0,) * len(shape))
 
 
 # - Memory
@@ -108,7 +107,7 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
 
 def checksum(data: Bytes | bytes) -> str:
     """Return the checksum of some bytes."""
-    import xxhash  # only here: all but checkpoints works without it
+    import xxhash  # only here, so that a machine without it can do all but checkpoints
 
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -147,7 +146,7 @@ class Writer:
         self._tree = tree
         self._metadata = metadata
         self._checksums = {name: "0" * _digits(part.nbytes) for name, part in parts.items()}
-        self._start = _round_up(len(self._header()), _PAGE)
+        self._start = round_up(len(self._header()), _PAGE)
         self._names = iter(parts)
         self._position = self._start
         # What is about to be written: pieces of memory, and the tensors that own it.
@@ -252,7 +251,7 @@ def _digits(nbytes: int) -> int:
     return _CHECKSUM * -(-nbytes // BLOCK)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
