@@ -58,16 +58,17 @@ def save(
         ValueError: if an argument cannot be used.
         OtherRanksError: if another rank could not save.
     """
-    _check_keep(keep)
+    directory = Path(directory).absolute()
     ranks = Ranks(process_group, timeout)
     with ranks.together("the start of checkpoint.save"):
+        _check_keep(keep)
         background.finish()
     snapshot: Snapshot | Exception
     try:
         snapshot = Snapshot.take(model, as_optimizers(optimizer), extra, ranks)
     except Exception as error:
         snapshot = error
-    return write(snapshot, Path(directory), ranks, keep)
+    return write(snapshot, directory, ranks, keep)
 
 
 def async_save(
@@ -103,12 +104,13 @@ def async_save(
         RuntimeError: if an earlier call still writes, with ``if_running="raise"``.
         Exception: as :func:`save`.
     """
-    if if_running not in ("wait", "raise"):
-        raise ValueError(f"async_save got if_running={if_running!r}. Pass 'wait' or 'raise'.")
-    _check_keep(keep)
+    directory = Path(directory).absolute()
     ranks = Ranks(process_group, timeout)
     # Ranks may differ in whether the previous save has ended, and in who knows its error.
     with ranks.together("the start of checkpoint.async_save"):
+        if if_running not in ("wait", "raise"):
+            raise ValueError(f"async_save got if_running={if_running!r}. Pass 'wait' or 'raise'.")
+        _check_keep(keep)
         background.finish(wait=if_running == "wait")
     optimizers = as_optimizers(optimizer)
     staged: background.Staged | None = None
@@ -123,7 +125,7 @@ def async_save(
     def work() -> Path:
         snapshot = staged.finish() if staged is not None else failure
         assert snapshot is not None
-        return write(snapshot, Path(directory), ranks, keep)
+        return write(snapshot, directory, ranks, keep)
 
     return background.start(work, staged)
 
@@ -169,10 +171,9 @@ def load(
     optimizers = as_optimizers(optimizer)
 
     def newest(_: list[Any]) -> str:
-        return directories.locate(directory).name
+        return str(directories.locate(directory).relative_to(directory))
 
-    name = ranks.agree("checkpoint.load", None, newest)
-    path = directory if name == directory.name else directory / name
+    path = directory / ranks.agree("checkpoint.load", None, newest)
     with ranks.together("checkpoint.load"):
         loaded = read(path, model, optimizers, ranks.rank, strict=strict)
     loaded.put_into(model, optimizers)

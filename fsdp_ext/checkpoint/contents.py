@@ -182,8 +182,10 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
         ValueError: if an optimizer has a parameter that is not the model's.
     """
     found: State = {"state": {}, "groups": []}
+    known: set[str] = set()
     for optimizer in optimizers:
         state, names = _state_and_names(model, optimizer)
+        _check_state(optimizer, state, names, known)
         by_key: dict[Any, str] = {}
         for group, of_group in zip(state["param_groups"], names, strict=True):
             by_key |= zip(group["params"], of_group, strict=True)
@@ -191,6 +193,27 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
             found["groups"].append({"names": of_group, "options": options})
         found["state"] |= {by_key[key]: value for key, value in state["state"].items()}
     return found
+
+
+def _check_state(
+    optimizer: Optimizer, state: State, names: list[list[str]], known: set[str]
+) -> None:
+    """Raise ValueError if a state cannot be saved by the names of parameters."""
+    kind = type(optimizer).__name__
+    own = {name for of_group in names for name in of_group}
+    if own & known:
+        raise ValueError(
+            f"checkpoints got two optimizers that step '{min(own & known)}'. Save one of them "
+            "beside the model, and the state_dict() of the other one in extra."
+        )
+    known |= own
+    keys = {key for group in state["param_groups"] for key in group["params"]}
+    others = [*(state.keys() - {"state", "param_groups"}), *(state["state"].keys() - keys)]
+    if others:
+        raise ValueError(
+            f"checkpoints got {kind}, whose state_dict() has the entry {others[0]!r} that belongs "
+            "to no parameter. Save the state_dict() in extra."
+        )
 
 
 def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved: State) -> None:

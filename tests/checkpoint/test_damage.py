@@ -226,6 +226,21 @@ def test_an_optimizer_that_was_not_saved_or_steps_more(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "fewer", model, optimizer)
 
 
+class Counting(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "tokens": 7}
+
+
+def test_optimizers_whose_state_belongs_to_no_parameter(tmp_path: Path) -> None:
+    model, optimizer = made()
+    other = torch.optim.SGD(model.first.parameters())
+    with pytest.raises(ValueError, match=r"two optimizers that step 'first\.\w+'\. Save one"):
+        checkpoint.save(tmp_path, model, [optimizer, other])
+    with pytest.raises(ValueError, match=r"Counting, whose state_dict.* has the entry 'tokens'"):
+        checkpoint.save(tmp_path, model, Counting(model.parameters()))
+    assert checkpoint.latest(tmp_path) is None
+
+
 # - Places
 
 
@@ -242,6 +257,19 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, model)
     with pytest.raises(ValueError, match=r"got keep=0\. Pass a number of at least 1"):
         checkpoint.save(tmp_path, model, keep=0)
+
+
+def test_a_directory_that_has_the_name_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, _ = made()
+    saving = checkpoint.async_save("checkpoint-000001", model)
+    monkeypatch.chdir("/")
+    path = saving.result()
+    assert path == tmp_path / "checkpoint-000001/checkpoint-000001"
+    checkpoint.load(path.parent, model)
+    checkpoint.load(path, model)
 
 
 def test_another_job_that_writes_there(tmp_path: Path) -> None:
