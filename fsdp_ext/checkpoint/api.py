@@ -11,10 +11,11 @@ from torch import nn
 
 from fsdp_ext.checkpoint import background
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint.contents import Optimizers, as_optimizers
 from fsdp_ext.checkpoint.loading import read
 from fsdp_ext.checkpoint.ranks import TIMEOUT, Ranks
-from fsdp_ext.checkpoint.saving import Snapshot, write
+from fsdp_ext.checkpoint.saving import write
+from fsdp_ext.checkpoint.snapshot import Snapshot
+from fsdp_ext.checkpoint.state_dicts import Optimizers, as_optimizers
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -111,8 +112,8 @@ def async_save(
         if if_running not in ("wait", "raise"):
             raise ValueError(f"async_save got if_running={if_running!r}. Pass 'wait' or 'raise'.")
         _check_keep(keep)
+        optimizers = as_optimizers(optimizer)
         background.finish(wait=if_running == "wait")
-    optimizers = as_optimizers(optimizer)
     staged: background.Staged | None = None
     failure: Exception | None = None
     try:
@@ -166,9 +167,9 @@ def load(
     """
     ranks = Ranks(process_group, timeout)
     with ranks.together("the start of checkpoint.load"):
+        optimizers = as_optimizers(optimizer)
         background.finish()
     directory = Path(directory)
-    optimizers = as_optimizers(optimizer)
 
     def newest(_: list[Any]) -> str:
         return str(directories.locate(directory).relative_to(directory))

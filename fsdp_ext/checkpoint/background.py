@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.saving import Copy, Snapshot
+from fsdp_ext.checkpoint.snapshot import Copy, Snapshot
 
 _NICENESS = 10  # of the thread, so that it takes no core from the ones that train
 
@@ -123,9 +123,10 @@ class Staged:
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So the call copies the rest, such
     as buffers, and these are copied later: on the host by a thread, on a GPU by a stream of its
-    own. A hook before the optimizer's step waits for them. Optimizers that step in backward have no
-    such hook, so the call copies everything. Versions show whether anything else wrote to a tensor
-    meanwhile: they are compared before the step, or once everything is copied.
+    own. A hook before the optimizer's step waits for them. Optimizers that step in backward, and
+    wrappers such as accelerate's, have no such hook, so the call copies everything. Versions show
+    whether anything else wrote to a tensor meanwhile: they are compared before the step, or once
+    everything is copied.
 
     Args:
         model: the model.
@@ -137,8 +138,8 @@ class Staged:
         self, model: nn.Module, snapshot: Snapshot, optimizers: Sequence[Optimizer]
     ) -> None:
         self._snapshot, copies = snapshot.staged(_staging(model, snapshot))
-        is_attached = any(vars(optimizer).get("_attached") for optimizer in optimizers)
-        self._deferred = [copy for copy in copies if copy.is_stepped and not is_attached]
+        defers = all(map(_can_wait, optimizers))
+        self._deferred = [copy for copy in copies if copy.is_stepped and defers]
         self._versions = [copy.owner._version for copy in self._deferred]
         self._changed: list[str] | None = None  # tensors that something else wrote to
         self._lock = threading.Lock()
@@ -150,10 +151,11 @@ class Staged:
             with torch.cuda.stream(stream):
                 _make(self._deferred)
             self._events.append(stream.record_event())
-        _make([copy for copy in copies if is_attached or not copy.is_stepped])
+        _make([copy for copy in copies if not (copy.is_stepped and defers)])
         if snapshot.is_on_gpu:
             self._events.append(torch.cuda.current_stream().record_event())
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        waiting = optimizers if defers else ()
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in waiting]
 
     def finish(self) -> Snapshot | Exception:
         """Make the copies that are left, wait for all, and return them, or why they are wrong."""
@@ -203,6 +205,12 @@ class Staged:
                 pairs = zip(self._deferred, self._versions, strict=True)
                 self._changed = [copy.name for copy, old in pairs if copy.owner._version != old]
             return self._changed
+
+
+def _can_wait(optimizer: Optimizer) -> bool:
+    """Return whether a hook before an optimizer's step runs before anything is stepped."""
+    has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return has_hooks and not vars(optimizer).get("_attached")
 
 
 def _make(copies: Sequence[Copy]) -> None:

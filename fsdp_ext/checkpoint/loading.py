@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint import contents
+from fsdp_ext.checkpoint import state_dicts
+from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
 from fsdp_ext.checkpoint.weights import aliases_of
@@ -25,20 +26,20 @@ class Loaded:
     """What a rank has read, before it is put into the model.
 
     Attributes:
-        weights: as :func:`contents.weights_of` returns them.
-        optimizer: as :func:`contents.optimizer_state` returns it; None if none was asked for.
+        weights: as :func:`state_dicts.weights_of` returns them.
+        optimizer: as :func:`state_dicts.optimizer_state` returns it; None if none was asked for.
         extra: what this rank saved as ``extra``.
     """
 
     weights: dict[str, Any]
-    optimizer: contents.State | None
+    optimizer: state_dicts.State | None
     extra: Any
 
     def put_into(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Change the model and the optimizers."""
-        contents.set_weights(model, self.weights)
+        state_dicts.set_weights(model, self.weights)
         if self.optimizer is not None:
-            contents.set_optimizer_state(model, optimizers, self.optimizer)
+            state_dicts.set_optimizer_state(model, optimizers, self.optimizer)
 
 
 def read(
@@ -74,7 +75,7 @@ def _plan_tensor(
 ) -> Build:
     """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
-    box = contents.box_of(name, like, 0, 1)
+    box = box_of(name, like, 0, 1)
     shape = tuple(like.to_local().shape) if isinstance(like, DTensor) else tuple(like.shape)
     read = torch.empty(shape, dtype=dtype)
     if box is not None and read.numel():
@@ -137,7 +138,7 @@ def plan_weights(
     parts, aliases, other = stored.parts, stored.aliases, stored.other
     inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
     names = {*parts, *other, *aliases} - inner
-    wanted = contents.weights_of(model)
+    wanted = state_dicts.weights_of(model)
     first = aliases_of(model)
     present = {first.get(name, name) for name in wanted if name in names}
     missing = [name for name in wanted if first.get(name, name) not in present]
@@ -181,14 +182,14 @@ def _whole_like(parts: Parts, name: str) -> torch.Tensor:
 
 def _plan_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[Optimizer], reader: Reader
-) -> Callable[[], contents.State]:
+) -> Callable[[], state_dicts.State]:
     if "optimizer" not in checkpoint.files:
         raise ValueError(
             f"{checkpoint.path} was saved without an optimizer. Load it without one, or save with "
             "optimizer=."
         )
     parts = checkpoint.parts("optimizer")
-    params = contents.parameters_of(model, optimizers)
+    params = state_dicts.parameters_of(model, optimizers)
     groups = checkpoint.groups()
     known = {name for group in groups for name in group["names"]}
     unknown = [name for name in params if name not in known]

@@ -15,18 +15,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint.contents import NOT_OPTIONS, own_boxes
+from fsdp_ext.checkpoint.boxes import own_boxes
 from fsdp_ext.checkpoint.hugging_face import write_files
 from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
-from fsdp_ext.checkpoint.saving import (
-    Kind,
-    Snapshot,
-    encoded_optimizer,
-    write,
-    write_index,
-)
+from fsdp_ext.checkpoint.saving import write, write_index
+from fsdp_ext.checkpoint.snapshot import Kind, Snapshot, encoded_optimizer
+from fsdp_ext.checkpoint.state_dicts import NOT_OPTIONS
 from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, Writer
 from fsdp_ext.checkpoint.trees import encode
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_ext.checkpoint.contents import set_weights
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
 from fsdp_ext.checkpoint.loading import Stored, plan_weights
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Parts, Reader
+from fsdp_ext.checkpoint.state_dicts import set_weights
 from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 

@@ -1,205 +1,24 @@
-"""Save: what a rank has to write, and how the ranks make a checkpoint of it (Note [saving])."""
+"""How the ranks make a checkpoint of what each of them saves: Note [saving] in directory.py."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_ext import _build_info
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.contents import (
-    Box,
-    State,
-    optimizer_state,
-    own_boxes,
-    weights_of,
-    without_others,
-)
+from fsdp_ext.checkpoint.boxes import without_others
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.tensor_files import Writer, checksum, round_up
-from fsdp_ext.checkpoint.trees import encode
-from fsdp_ext.checkpoint.weights import aliases_of
+from fsdp_ext.checkpoint.snapshot import Snapshot
+from fsdp_ext.checkpoint.tensor_files import Writer, checksum
 
-_ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a rank writes into one file.
-
-    Attributes:
-        boxes: the tensors, by name.
-        tree: everything else, as JSON.
-        stepped: the names of the tensors that nothing but an optimizer's step changes.
-    """
-
-    boxes: dict[str, Box]
-    tree: Any
-    stepped: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy that is to be made.
-
-    Attributes:
-        name: the tensor.
-        target: where it is copied to.
-        source: the rank's elements.
-        owner: the tensor that they are of, whose version counts writes.
-        is_stepped: whether nothing but an optimizer's step changes it.
-    """
-
-    name: str
-    target: torch.Tensor
-    source: torch.Tensor
-    owner: torch.Tensor
-    is_stepped: bool
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a rank saves, by the kind of file: "weights", "optimizer", "extra".
-
-    Attributes:
-        kinds: the files' contents.
-        elements: the elements of all whole tensors of the model and the optimizer.
-        mesh: the shape of the model's mesh, by the names of its dimensions, for ``inspect``.
-    """
-
-    kinds: dict[str, Kind]
-    elements: int
-    mesh: dict[str, int]
-
-    @classmethod
-    def take(
-        cls, model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, ranks: Ranks
-    ) -> Snapshot:
-        """Collect what a rank saves. Tensors share memory with the model's.
-
-        Raises:
-            TypeError: if something cannot be saved.
-            ValueError: if an optimizer is not the model's.
-        """
-        state = optimizer_state(model, optimizers)
-        everything = weights_of(model)
-        tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
-        aliases = {name: first for name, first in aliases_of(model).items() if name in tensors}
-        weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        other = {name: value for name, value in everything.items() if name not in tensors}
-        tree = {name: encode(value, name, weights) for name, value in other.items()}
-        trained = frozenset(name for group in state["groups"] for name in group["names"])
-        kinds = {
-            "weights": Kind(
-                own_boxes(weights, ranks.rank, ranks.size),
-                {"aliases": aliases, "other": tree},
-                trained,
-            )
-        }
-        elements = sum(tensor.numel() for tensor in weights.values())
-        if optimizers:
-            states, options, tree = encoded_optimizer(state)
-            stepped = frozenset(states)
-            states |= options
-            kinds["optimizer"] = Kind(own_boxes(states, ranks.rank, ranks.size), tree, stepped)
-            elements += sum(tensor.numel() for tensor in states.values())
-        if extra is not None:
-            kinds["extra"] = _extra_kind(extra)
-        return cls(kinds, elements, _mesh_of(tensors))
-
-    @property
-    def digest_of_names(self) -> str:
-        """A checksum of the names of whole tensors, and of the number of elements in all."""
-        names = [
-            name
-            for kind in ("weights", "optimizer")
-            if kind in self.kinds
-            for name, box in sorted(self.kinds[kind].boxes.items())
-            if not box.is_sharded
-        ]
-        return checksum(json.dumps([names, self.elements]).encode())
-
-    def staged(self, memory: torch.Tensor) -> tuple[Snapshot, list[Copy]]:
-        """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""
-        position = 0
-        kinds, copies = {}, []
-        for name, kind in self.kinds.items():
-            boxes = {}
-            for key, box in kind.boxes.items():
-                nbytes = box.part.nbytes
-                copy = memory[position : position + nbytes].view(box.tensor.dtype)
-                copy = copy.view(box.tensor.shape)
-                copies.append(Copy(key, copy, box.tensor, box.owner, key in kind.stepped))
-                boxes[key] = dataclasses.replace(box, tensor=copy, owner=copy)
-                position += round_up(nbytes, _ALIGNMENT)
-            kinds[name] = dataclasses.replace(kind, boxes=boxes)
-        return dataclasses.replace(self, kinds=kinds), copies
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether some of it is on a GPU."""
-        boxes = (box for kind in self.kinds.values() for box in kind.boxes.values())
-        return any(box.tensor.is_cuda for box in boxes)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that :meth:`staged` needs."""
-        return sum(
-            round_up(box.part.nbytes, _ALIGNMENT)
-            for kind in self.kinds.values()
-            for box in kind.boxes.values()
-        )
-
-
-def encoded_optimizer(
-    state: State,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-    """Return what :func:`optimizer_state` returned: tensors of states, of options, and the rest."""
-    tensors: dict[str, torch.Tensor] = {}
-    of_options: dict[str, torch.Tensor] = {}
-    states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
-    groups = [
-        {
-            "names": group["names"],
-            "options": encode(group["options"], f"options of group {number}", of_options),
-        }
-        for number, group in enumerate(state["groups"])
-    ]
-    return tensors, of_options, {"state": states, "groups": groups}
-
-
-def _extra_kind(extra: Any) -> Kind:
-    tensors: dict[str, torch.Tensor] = {}
-    tree = encode(extra, "extra", tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{name} is a DTensor. extra holds what each rank has of its own: pass its "
-                "to_local() or full_tensor()."
-            )
-    return Kind(own_boxes(tensors, 0, 1), tree)
-
-
-def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-            return dict(zip(names, mesh.shape, strict=True))
-    return {}
 
 
 def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: int | None) -> Path:

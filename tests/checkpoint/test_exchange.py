@@ -143,7 +143,7 @@ def state_of(made: Made) -> dict[str, Any]:
     """Return all weights and all states of the optimizer, whole, by name."""
     model, optimizer = made
     found = {name: whole(value).clone() for name, value in get_model_state_dict(model).items()}
-    saved = checkpoint.contents.optimizer_state(model, [optimizer])
+    saved = checkpoint.state_dicts.optimizer_state(model, [optimizer])
     for name, states in saved["state"].items():
         found |= {f"{name}/{key}": whole(value).clone() for key, value in states.items()}
     for group in saved["groups"]:

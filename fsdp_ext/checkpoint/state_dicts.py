@@ -1,4 +1,4 @@
-"""What is saved of a model and an optimizer, and which part of each tensor a rank has.
+"""The state dicts of a model and of its optimizers, by the names of parameters.
 
 Saving uses state dicts, which have extra state and users' hooks. Streaming needs the units of a
 model, too: weights.py.
@@ -6,9 +6,7 @@ model, too: weights.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,129 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.tensor_files import Part
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
-
-_SMALL = 1 << 20  # bytes; rank 0 writes smaller tensors that all ranks have
-
-
-# - One tensor
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rank's part of a tensor.
-
-    Attributes:
-        tensor: the rank's elements.
-        owner: the whole tensor; a DTensor if ranks share it.
-        whole: the shape of the whole tensor.
-        offset: where the rank's elements begin in the whole tensor.
-        copies: how many ranks have the same elements.
-        copy: which of them this rank is.
-        is_sharded: whether ranks have different parts.
-    """
-
-    tensor: torch.Tensor
-    owner: torch.Tensor
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    copies: int
-    copy: int
-    is_sharded: bool
-
-    @property
-    def part(self) -> Part:
-        return Part(self.tensor.dtype, tuple(self.tensor.shape), self.whole, self.offset)
-
-
-def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box | None:
-    """Return this rank's part of a tensor; None if it has none.
-
-    Raises:
-        TypeError: if the tensor is of a kind that cannot be saved by its bytes.
-    """
-    if not isinstance(tensor, DTensor):
-        _check_plain(name, tensor)
-        whole = tuple(tensor.shape)
-        return Box(tensor, tensor, whole, (0,) * len(whole), world_size, rank, False)
-    local = tensor.to_local()
-    _check_plain(name, local)
-    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    shape, offset = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
-    if tuple(local.shape) != tuple(shape) or any(p.is_partial() for p in tensor.placements):
-        raise TypeError(
-            f"'{name}' has placements {tensor.placements}, and its local part has shape "
-            f"{tuple(local.shape)} instead of {tuple(shape)}. Save tensors that are sharded or "
-            "replicated."
-        )
-    copies, copy = 1, 0
-    for size, place, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
-        if isinstance(placement, Replicate):
-            copies, copy = copies * size, copy * size + place
-    if local.numel() == 0:
-        # One rank keeps a tensor that has no elements at all.
-        if math.prod(whole) or any(coordinate):
-            return None
-        offset = (0,) * len(whole)
-    return Box(local, tensor, whole, tuple(offset), copies, copy, True)
-
-
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        raise TypeError(
-            f"'{name}' is on the meta device and has no elements yet. Call to_empty first."
-        )
-    if not _is_plain(tensor):
-        raise TypeError(
-            f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be "
-            "stored by its bytes. Use torch.distributed.checkpoint for this model."
-        )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
-    return type(tensor) in kinds and tensor.layout == torch.strided and not tensor.is_meta
-
-
-def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:
-    """Return the parts that a rank may have to write, in the order of their memory.
-
-    Ranks that have the same part of a sharded tensor share the work. Each decides by the tensor's
-    place in the order of names, which is the same on all of them. Tensors that are not sharded are
-    returned on all ranks: see :func:`without_others`.
-    """
-    boxes: dict[str, Box] = {}
-    for number, name in enumerate(sorted(tensors)):
-        box = box_of(name, tensors[name], rank, world_size)
-        if box is not None and (not box.is_sharded or number % box.copies == box.copy):
-            boxes[name] = box
-    return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
-
-
-def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
-    """Leave out the whole tensors that other ranks write.
-
-    All ranks have to have whole tensors of the same names.
-    """
-    names = [name for name in sorted(boxes) if not boxes[name].is_sharded]
-    writers = {
-        name: number if boxes[name].part.nbytes >= _SMALL else 0
-        for number, name in enumerate(names)
-    }
-    return {
-        name: box
-        for name, box in boxes.items()
-        if box.is_sharded or writers[name] % box.copies == box.copy
-    }
-
 
 # - A model
 
@@ -169,7 +47,14 @@ def as_optimizers(given: Optimizers) -> Sequence[Optimizer]:
     """Return the optimizers that an argument names."""
     if given is None:
         return ()
-    return (given,) if isinstance(given, Optimizer) else tuple(given)
+    optimizers = (given,) if isinstance(given, Optimizer) else tuple(given)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"checkpoints got optimizer= with a {type(each).__name__}. Pass an optimizer, or a "
+                "list of optimizers."
+            )
+    return optimizers
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
