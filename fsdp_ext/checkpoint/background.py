@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -94,6 +95,7 @@ _memory: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDic
 
 def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
     """Write in a thread."""
+    _watch_process()
     _running.append(Saving(write, staged))
     return _running[-1]
 
@@ -229,11 +231,12 @@ def _staging(model: nn.Module, snapshot: Snapshot) -> torch.Tensor:
     return memory
 
 
-# A child has no such thread to wait for.
-os.register_at_fork(after_in_child=_running.clear)
+@functools.cache  # once in a process
+def _watch_process() -> None:
+    atexit.register(_report)
+    os.register_at_fork(after_in_child=_running.clear)  # a child has no such thread to wait for
 
 
-@atexit.register
 def _report() -> None:
     error = _error()
     if error is not None:
