@@ -6,8 +6,11 @@ State dicts hold the sharded parameters, and loading one may replace them.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 from fsdp_ext.sharding.params.flat_parameter import registered
 from fsdp_ext.sharding.root.unit import Unit
@@ -15,18 +18,35 @@ from fsdp_ext.sharding.root.unit import Unit
 
 def install(unit: Unit) -> None:
     """Register the hooks on every module that has a parameter of ``unit``."""
+    before: dict[nn.Module, list[Any]] = {}  # what modules that are being loaded had
 
     def to_sharded(*_: Any) -> None:
         reshard(unit)
 
-    def loaded(*_: Any) -> None:
-        adopt_changes(unit)
+    def before_load(module: nn.Module, *_: Any) -> None:
+        reshard(unit)
+        before[module] = _held(module)
+
+    def loaded(module: nn.Module, *_: Any) -> None:
+        had, has = before.pop(module, []), _held(module)
+        # Most loads copy into the parameters. Looking at the whole unit after each of its modules
+        # would take seconds where a unit has hundreds.
+        is_same = len(had) == len(has) and all(map(operator.is_, had, has))
+        has_own_rows = any(param.own is not None for param in unit.params)
+        if not is_same or has_own_rows or unit.flat_param is not None:
+            adopt_changes(unit)
 
     for module in {module for param in unit.params for module, _ in param.attributes}:
         hooked: Any = module  # torch leaves these three untyped
         hooked.register_state_dict_pre_hook(to_sharded)
-        hooked._register_load_state_dict_pre_hook(to_sharded)
+        hooked._register_load_state_dict_pre_hook(before_load, with_module=True)
         hooked.register_load_state_dict_post_hook(loaded)
+
+
+def _held(module: nn.Module) -> list[Any]:
+    """Return a module's parameters, with their local tensors, which conversions replace."""
+    params = module._parameters.values()
+    return [*params, *(getattr(param, "_local_tensor", None) for param in params)]
 
 
 def reshard(unit: Unit) -> None:
