@@ -460,7 +460,7 @@ def test_without_a_name_it_lists_what_there_is() -> None:
 
 
 MISTAKES = [
-    (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, collectives, "),
+    (["nothing"], "there is no benchmark 'nothing'; choose one of buckets, checkpoint, "),
 ]
 MORE_MISTAKES = [
     (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
