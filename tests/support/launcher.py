@@ -40,19 +40,18 @@ from typing_extensions import TypeVarTuple, Unpack
 from bench.harness.hosts import Hosts
 from support import rank_process
 from support.rank_process import GRACE_S, Call, Place
+from support.server_path import OF_RANKS
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-# The server's PYTHONPATH is the tests' `sys.path`. This variable has the PYTHONPATH of ranks.
-OF_RANKS = "FSDP_EXT_TEST_PYTHONPATH"
 _OUTPUT_LINES = 60
 _ENDING_S = 0.3
 # Gives every call new processes, to find out whether an earlier call made this one fail.
 _ALWAYS_FRESH = os.environ.get("FSDP_EXT_TEST_FRESH", "") not in ("", "0")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["support.preloaded"])
+_context.set_forkserver_preload(["support.server_path", "support.preloaded"])
 _store: dist.TCPStore | None = None
 _run_ids = itertools.count()
 _pools: dict[int, _Pool] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import numpy  # noqa: F401
 import torch._dynamo
@@ -12,10 +11,7 @@ import torch.distributed.fsdp  # noqa: F401
 
 import fsdp_ext  # noqa: F401
 from support import parity, rank_process  # noqa: F401
-from support.launcher import OF_RANKS
 
-if OF_RANKS in os.environ:
-    os.environ["PYTHONPATH"] = os.environ.pop(OF_RANKS)
 # All of it lives for ever, so the collector of a rank need not look at it.
 gc.collect()
 gc.freeze()
