@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -51,7 +52,15 @@ _ENDING_S = 0.3
 _ALWAYS_FRESH = os.environ.get("FSDP_EXT_TEST_FRESH", "") not in ("", "0")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["support.server_path", "support.preloaded"])
+# Every rank would otherwise spend seconds on these imports. Ranks import a build for GPUs
+# themselves, because what it finds when it is imported may be another thing in the server.
+_IMPORTS_FOR_RANKS = torch.version.cuda is None
+_PRELOAD = (
+    ["support.server_path", "support.preloaded"]
+    if _IMPORTS_FOR_RANKS
+    else ["pytest", "numpy", "torch", "torch.distributed.fsdp", "torch._dynamo"]
+)
+_context.set_forkserver_preload(_PRELOAD)
 _store: dist.TCPStore | None = None
 _run_ids = itertools.count()
 _pools: dict[int, _Pool] = {}
@@ -173,7 +182,8 @@ class _Pool:
         global _store
         if _store is None:
             _store = _new_store()
-            _start_server()
+            if _IMPORTS_FOR_RANKS:
+                _start_server()
         # Process groups of NCCL tell each other of failures over the store, whatever their prefix.
         self._store = _store if device == "cpu" else _new_store()
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
