@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -80,5 +81,9 @@ def over(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a DTensor that is spread as ``like``, with ``local`` as this rank's part."""
     if not isinstance(like, DTensor):
         return local
+    spec = like._spec
+    if local.dtype != like.dtype and spec.tensor_meta is not None:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = dataclasses.replace(spec, tensor_meta=meta)
     # from_local would move it to the mesh's device.
-    return cast(torch.Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]

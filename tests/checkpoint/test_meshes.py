@@ -140,8 +140,12 @@ def _exchange(place: Path) -> None:
         made = with_states(make, 100)
         checkpoint.load(place / saver, *made)
         assert_equal(state_of(*made), states[saver])
-    narrow = in_bfloat16()
-    checkpoint.load(place / "whole", narrow)
+    narrow, its_optimizer = with_states(in_bfloat16, 100)
+    checkpoint.load(place / "whole", narrow, its_optimizer)
+    for state in its_optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].dtype == state[key].to_local().dtype == torch.bfloat16
+    its_optimizer.step()
     for name, value in narrow.state_dict().items():
         assert torch.equal(value.full_tensor(), states["whole"][name].bfloat16()), name
 
