@@ -46,7 +46,7 @@ def save(
         extra: what else this rank has to save, such as the step, schedulers' state dicts and random
             states: numbers, strings, lists, tuples, dicts, bytes, tensors, NumPy arrays.
         keep: how many checkpoints to keep; the oldest ones are removed once the new one stands.
-            None keeps all.
+            ``None`` keeps every checkpoint.
         process_group: the ranks; all by default.
         timeout: the longest wait for another rank.
 

@@ -83,16 +83,12 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"'{name}' is on the meta device and has no elements yet. Call to_empty first."
         )
-    if not _is_plain(tensor):
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    if type(tensor) not in kinds or tensor.layout != torch.strided:
         raise TypeError(
             f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be "
             "stored by its bytes. Use torch.distributed.checkpoint for this model."
         )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
-    return type(tensor) in kinds and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:

@@ -81,8 +81,8 @@ def _plan_tensor(
     if box is not None and read.numel():
         reader.add(name, parts[name], box.offset, read)
 
-    # The model's load_state_dict and the optimizer's move it to their device, one by one.
-    return lambda: over(read, like) if isinstance(like, DTensor) else read
+    # It stays on the host. load_state_dict copies one tensor at a time to the device.
+    return lambda: over(read, like)
 
 
 def _plan_tree(

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def describe(path: Path, list_tensors: bool) -> str:
-    """Return what a checkpoint has, as text."""
+    """Describe a checkpoint as text."""
     checkpoint = Checkpoint(path)
     content = checkpoint.content
     mesh = ", ".join(f"{name} {length}" for name, length in content["mesh"].items()) or "none"
@@ -135,7 +135,7 @@ def import_files(source: Path, directory: Path) -> Path:
 
 
 def from_dcp(source: Path, directory: Path) -> Path:
-    """Make a checkpoint of one of torch.distributed.checkpoint. It is read as a whole.
+    """Make a checkpoint of one of torch.distributed.checkpoint, all of which is read into memory.
 
     Of what was passed to ``dcp.save``, a dict with "state" and "param_groups" is the optimizer's, a
     dict of tensors is the model's, and the rest is ``extra``. A flat dict of tensors is a model's.
@@ -202,7 +202,7 @@ def _kind_of(value: Any) -> str:
 def to_dcp(source: Path, target: Path) -> None:
     """Write a checkpoint as ``dcp.save({"model": ..., "optimizer": ...})`` would.
 
-    It is read as a whole.
+    The whole checkpoint is read into memory.
     """
     checkpoint = Checkpoint(source)
     saved: dict[str, Any] = {}

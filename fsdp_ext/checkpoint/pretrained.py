@@ -40,7 +40,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: if the directory has no such files, or lacks one that its index names.
-        RuntimeError: if another rank failed, the model runs, or has weights on the meta device.
+        OtherRanksError: if another rank failed.
+        TypeError: for weights on the meta device.
         ValueError: if a file or the index is damaged, a tensor has another shape, or, with
             ``strict``, the names in the files are not the model's. A tied weight may have any one
             of its names.
@@ -67,8 +68,8 @@ def open_files(directory: Path) -> dict[str, TensorFile]:
         return dict.fromkeys(single.parts, single)
     if not (directory / INDEX).exists():
         raise FileNotFoundError(
-            f"load_pretrained found neither {SINGLE} nor {INDEX} in {directory}. Pass a directory "
-            "that export or save_pretrained has written."
+            f"{directory} has neither {SINGLE} nor {INDEX}. Pass a directory that export or "
+            "save_pretrained has written."
         )
     places = _read_index(directory / INDEX)
     opened: dict[str, TensorFile] = {}

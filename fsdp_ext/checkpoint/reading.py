@@ -177,7 +177,8 @@ class Reader:
             name: the tensor.
             parts: its parts.
             offset: where the box begins in the whole tensor.
-            into: memory for it, on the host. Elements are cast to its dtype.
+            into: memory for it, on the host. Elements are cast to its dtype. The caller keeps it
+                alive.
 
         Raises:
             DamagedFileError: if elements of the box are in no part.
@@ -209,11 +210,7 @@ class Reader:
         for file, jobs in self._jobs.items():
             # The threads end before the file closes. An error cancels the jobs that have not begun.
             with file, ThreadPoolExecutor(_THREADS) as threads:
-                deque(threads.map(_run, jobs), maxlen=0)
-
-
-def _run(job: Job) -> None:
-    job()
+                deque(threads.map(lambda job: job(), jobs), maxlen=0)
 
 
 def _common(
@@ -249,21 +246,15 @@ def _jobs(
         while begin < end:
             stop = min(end, (begin // _PIECE + 1) * _PIECE)
             piece = memory[begin - rows.start * row : stop - rows.start * row]
-            yield partial(_read_straight, file, name, begin, piece, target)
+            yield partial(file.read, name, begin, piece)
             begin = stop
         return
-    # Rows are read whole, in pieces, and cut and cast from there.
+    # Read whole rows, at most _PIECE bytes at a time, then slice and cast them.
     step = max(1, _PIECE // max(1, row))
     for first in range(rows.start, rows.stop, step):
         last = min(first + step, rows.stop)
         of_rows = target[first - rows.start : last - rows.start] if where else target
         yield partial(_read_and_cut, file, name, part, (first, last), inner, of_rows)
-
-
-def _read_straight(
-    file: TensorFile, name: str, begin: int, memory: memoryview, owner: torch.Tensor
-) -> None:
-    file.read(name, begin, memory)
 
 
 def _read_and_cut(

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
 from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.transports import timeout_of
+from fsdp_ext.optim.state_entries import over
 
 _LARGE = 1 << 20  # bytes
 
@@ -159,7 +160,7 @@ class _Flight:
         if arriving is not None:
             whole = arriving.wait()
         elif _sharded_dims(sharded):
-            whole = _like(sharded, self._sent(weight)).full_tensor()
+            whole = over(self._sent(weight), sharded).full_tensor()  # type: ignore[attr-defined]
         else:
             whole = local
         return whole.to(local.device if device is None else device, weight.dtype_as(self._dtype))
@@ -171,7 +172,7 @@ class _Flight:
         local, dtype = weight.local, weight.dtype_as(self._dtype)
         if dtype.itemsize < local.dtype.itemsize:
             local = local.to(dtype)
-        # The process group of offloaded shards need not have a backend for the host.
+        # Offloaded shards are on the host, and their process group may serve GPUs only.
         return local.to(_mesh_of(weight.tensor).device_type)
 
 
@@ -266,16 +267,3 @@ def _shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
     if type(placement) is not Shard or type(local) is not torch.Tensor or tensor.numel() == 0:
         return None
     return tensor.device_mesh.get_group(dims[0]), placement.dim
-
-
-def _like(sharded: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor that is spread as ``sharded`` is, with other memory."""
-    assert isinstance(sharded, DTensor)
-    return DTensor.from_local(
-        local,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )

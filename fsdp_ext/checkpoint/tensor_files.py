@@ -5,7 +5,7 @@ A file of a checkpoint has more in the header's metadata: where each tensor lies
 and a checksum of every block of its data. So a part of a tensor can be read and checked without the
 rest.
 
-The header is written last. A file whose writer was interrupted has none and is refused.
+The header is written last, so readers refuse a file whose writer was interrupted.
 """
 
 from __future__ import annotations

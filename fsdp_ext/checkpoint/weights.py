@@ -79,29 +79,25 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
                 f"{caller} was called while {unit.phase()} runs. Call it between steps."
             )
         settle(unit)
-    with contextlib.ExitStack() as shown:
-        for unit in units:
-            shown.enter_context(own_parameters_shown(unit))
-        return _group(model, caller)
+    groups = _groups(model)
+    for weight in (weight for group in groups for weight in group):
+        _check(weight.names[0], weight.tensor, caller)
+    return groups
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied weights, with the first name of each."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
+    weights = [weight for group in _groups(model) for weight in group]
+    return {name: weight.names[0] for weight in weights for name in weight.names[1:]}
+
+
+def _groups(model: nn.Module) -> list[list[Weight]]:
+    """Return the weights of each unit. Flat parameters are replaced by the original ones."""
     with contextlib.ExitStack() as shown:
         for unit in units_below(model):
             shown.enter_context(own_parameters_shown(unit))
-        for prefix, module, _ in _walk(model, "", model):
-            for name, tensor in _saved_by(module):
-                found = first.setdefault(id(tensor), prefix + name)
-                if found != prefix + name:
-                    aliases[prefix + name] = found
-    return aliases
-
-
-def _group(model: nn.Module, caller: str) -> list[list[Weight]]:
-    walked = list(_walk(model, "", model))
+        walked = list(_walk(model, "", model))
+        saved = [(prefix, owner, *each) for prefix, m, owner in walked for each in _saved_by(m)]
     cast = {
         prefix + name: dtype
         for prefix, module, _ in walked
@@ -109,15 +105,13 @@ def _group(model: nn.Module, caller: str) -> list[list[Weight]]:
     }
     groups: dict[object, list[Weight]] = {}
     found: dict[torch.Tensor, Weight] = {}
-    for prefix, module, owner in walked:
-        for name, tensor in _saved_by(module):
-            full = prefix + name
-            _check(full, tensor, caller)
-            if tensor in found:
-                found[tensor].names.append(full)
-            else:
-                found[tensor] = Weight([full], tensor, cast.get(full, tensor.dtype))
-                groups.setdefault(unit_of(owner) or owner, []).append(found[tensor])
+    for prefix, owner, name, tensor in saved:
+        full = prefix + name
+        if tensor in found:
+            found[tensor].names.append(full)
+        else:
+            found[tensor] = Weight([full], tensor, cast.get(full, tensor.dtype))
+            groups.setdefault(unit_of(owner) or owner, []).append(found[tensor])
     return list(groups.values())
 
 

@@ -316,7 +316,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no files": (
         lambda d: (d / INDEX).unlink(),
         FileNotFoundError,
-        r"found neither model\.safetensors nor model\.safetensors\.index\.json in .*",
+        r"has neither model\.safetensors nor model\.safetensors\.index\.json\.",
     ),
     "a missing file": (
         lambda d: (d / SECOND).unlink(),

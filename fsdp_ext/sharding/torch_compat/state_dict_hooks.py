@@ -18,7 +18,7 @@ from fsdp_ext.sharding.root.unit import Unit
 
 def install(unit: Unit) -> None:
     """Register the hooks on every module that has a parameter of ``unit``."""
-    before: dict[nn.Module, list[Any]] = {}  # what modules that are being loaded had
+    before: dict[nn.Module, list[Any]] = {}  # parameters of modules that are being loaded
 
     def to_sharded(*_: Any) -> None:
         reshard(unit)
@@ -29,8 +29,8 @@ def install(unit: Unit) -> None:
 
     def loaded(module: nn.Module, *_: Any) -> None:
         had, has = before.pop(module, []), _held(module)
-        # Most loads copy into the parameters. Looking at the whole unit after each of its modules
-        # would take seconds where a unit has hundreds.
+        # Most loads copy into existing parameters, after which nothing is left to do. Checking the
+        # whole unit after each module takes seconds for a unit of hundreds of modules.
         is_same = len(had) == len(has) and all(map(operator.is_, had, has))
         has_own_rows = any(param.own is not None for param in unit.params)
         if not is_same or has_own_rows or unit.flat_param is not None:
