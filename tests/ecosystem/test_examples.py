@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import transformers
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def run(name: str, *arguments: str) -> str:
-    """Run an example on two ranks, as a user does; return what it printed."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *ranks, str(EXAMPLES / name), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+from support.examples import run_example
 
 
 def losses(printed: str) -> list[float]:
@@ -33,7 +14,7 @@ def losses(printed: str) -> list[float]:
 
 
 def test_finetuning_learns_and_saves_what_from_pretrained_loads(tmp_path: Path) -> None:
-    printed = run("finetune_transformers.py", "--steps", "11", "--save", str(tmp_path))
+    printed = run_example("finetune_transformers.py", "--steps", "11", "--save", str(tmp_path))
     first, last = losses(printed)
     assert last < first - 0.5
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -41,7 +22,7 @@ def test_finetuning_learns_and_saves_what_from_pretrained_loads(tmp_path: Path) 
 
 
 def test_accelerate_learns_with_fsdp_ext() -> None:
-    printed = run("accelerate_fsdp.py", "--steps", "11")
+    printed = run_example("accelerate_fsdp.py", "--steps", "11")
     first, last = losses(printed)
     assert last < first - 0.5
     assert "bucket" in printed

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.examples import run_example
 
-TUTORIAL = Path(__file__).resolve().parents[2] / "examples" / "fsdp_tutorial.py"
+TUTORIAL = "fsdp_tutorial.py"
 ROW = re.compile(r"^(\w+) +([\d.]+) +([\d.]+) % +([\d.]+) MB +(-?[\d.]+) MB$", re.MULTILINE)
-
-
-def run(*arguments: str) -> str:
-    """Run the example on two ranks, as a user does; return what it printed."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *ranks, str(TUTORIAL), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.exhaustive
 def test_it_learns_as_with_fsdp1_and_saves_what_a_plain_network_loads(tmp_path: Path) -> None:
     sizes = ["--epochs", "2", "--images", "768", "--width", "128", "--save", str(tmp_path)]
-    printed = run(*sizes, "--systems", "fsdp_ext", "fsdp1", "ddp")
+    printed = run_example(TUTORIAL, *sizes, "--systems", "fsdp_ext", "fsdp1", "ddp")
     rows = {name: values for name, *values in ROW.findall(printed)}
     assert list(rows) == ["fsdp_ext", "fsdp1", "ddp"], printed
     ours, theirs, ddp = rows.values()
