@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext.comm.rendezvous import (
-    LONGEST_PAUSE,
-    SHORTEST_PAUSE,
     announce_process,
     plain_text,
     read_process,
     store_of,
+    waiting,
 )
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
@@ -116,9 +114,9 @@ class Ranks:
         if self.rank != 0:
             self._store.add(key, 1)
             return
-        deadline = time.monotonic() + _LEAVING
-        while self._store.add(key, 0) < self.size - 1 and time.monotonic() < deadline:
-            time.sleep(SHORTEST_PAUSE)
+        for waited in waiting():
+            if self._store.add(key, 0) == self.size - 1 or waited >= _LEAVING:
+                break
         self._store.delete_key(key)
 
     def _decide(
@@ -162,14 +160,14 @@ class Ranks:
 
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""
-        start = looked = time.monotonic()
-        pause = SHORTEST_PAUSE
+        looked = 0.0
         name = f"rank {self._names[self.rank]}"
         try:
-            while not self._store.check([key]):
-                now = time.monotonic()
-                if now - looked >= _LOOK:
-                    looked = now
+            for waited in waiting():
+                if self._store.check([key]):
+                    break
+                if waited - looked >= _LOOK:
+                    looked = waited
                     process = read_process(self._store, rank)
                     ended = None if process is None else _C.ended_process(process)
                     if ended is not None and not self._store.check([key]):
@@ -177,13 +175,11 @@ class Ranks:
                             f"{name} waits in {what} for rank {self._names[rank]} (process "
                             f"{ended}), which has ended. Its last output may say why."
                         )
-                if now - start >= self._timeout:
+                if waited >= self._timeout:
                     raise RuntimeError(
                         f"{name} waited {self._timeout:.0f} s in {what} for rank "
                         f"{self._names[rank]}. All ranks have to call it, in the same order."
                     )
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
             return json.loads(self._store.get(key))
         except dist.DistError as error:
             raise RuntimeError(

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from datetime import timedelta
@@ -260,25 +260,23 @@ class Rendezvous:
 
     def _wait(self, key: str, place: int) -> None:
         """Wait for a key of the rank at `place`. Store.wait would not notice that the rank ends."""
-        start = time.monotonic()
-        looked = start
-        pause = SHORTEST_PAUSE
-        while not self._store.check([key]):
-            now = self._answered = time.monotonic()
-            if now - looked >= _PROCESS_CHECK_INTERVAL:
-                looked = now
+        looked = 0.0
+        for waited in waiting():
+            if self._store.check([key]):
+                return
+            self._answered = time.monotonic()
+            if waited - looked >= _PROCESS_CHECK_INTERVAL:
+                looked = waited
                 self._find_process(place)
                 process = self._ended_process(place)
                 if process is not None and not self._store.check([key]):
                     self._raise_ended(place, process)
-            if now - start >= self._timeout.total_seconds():
+            if waited >= self._timeout.total_seconds():
                 raise RuntimeError(
                     f"rank {self._global_rank} waited {self._timeout.total_seconds():.0f} s for "
                     f"rank {self.ranks[place]} to begin the first forward, in which all ranks "
                     "connect. Run the same model on all ranks."
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
         """Raise the error of a store that is gone. The store's server was a process, perhaps a
@@ -315,6 +313,16 @@ class Rendezvous:
             "before or during its first forward, in which all ranks connect. Its last output may "
             "say why."
         )
+
+
+def waiting() -> Iterator[float]:
+    """Yield the seconds since the first look, with growing pauses between looks."""
+    start = time.monotonic()
+    pause = SHORTEST_PAUSE
+    while True:
+        yield time.monotonic() - start
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _run(work: Callable[[], list[bytes]], result: Future[list[bytes]]) -> None:

@@ -7,7 +7,6 @@ which does not say what the other ranks should have called.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from fsdp_ext import _C
-from fsdp_ext.comm.rendezvous import LONGEST_PAUSE, SHORTEST_PAUSE, processes_of, store_of
+from fsdp_ext.comm.rendezvous import processes_of, store_of, waiting
 
 # Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
 # since a look asks the store for each rank. And the longest time between two looks.
@@ -98,11 +97,10 @@ class _RollCall:
         self._leave()
 
     def _wait_for_others(self, timeout: float) -> None:
-        start = time.monotonic()
         next_look = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
-        pause = SHORTEST_PAUSE
-        while not self._store.check([self._key("all")]):
-            waited = time.monotonic() - start
+        for waited in waiting():
+            if self._store.check([self._key("all")]):
+                return
             is_late = waited >= timeout
             if is_late or waited >= next_look:
                 next_look = min(2 * waited, waited + _LONGEST_INTERVAL)
@@ -110,8 +108,6 @@ class _RollCall:
                 self._look_at_others(callers)
                 if is_late:
                     self._give_up(callers, timeout)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _look_at_others(self, callers: dict[int, str]) -> None:
         for place, caller in callers.items():
