@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from typing import TypeGuard
 
 # The largest integer that the C++ side can hold.
@@ -13,10 +14,22 @@ MOST_RANKS = 2**24
 # More steps than a measurement needs; each one takes memory.
 MOST_STEPS = 10**6
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}
+
 
 def is_at_least(value: object, least: int, most: int = LARGEST) -> bool:
     """Return whether ``value`` is an integer from ``least`` to ``most``; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def bytes_in(text: str) -> int | None:
+    """Return the number of bytes of a size such as "80GB", "40MiB" or "100"; None if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    unit = match[2] or ""
+    return int(float(match[1]) * _UNITS[unit[:1].upper() + unit[1:].lower()])
 
 
 def is_real(value: object) -> TypeGuard[float]:

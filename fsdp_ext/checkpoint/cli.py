@@ -55,7 +55,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "export":
         parser.add_argument(
             "--max-shard-size",
-            type=lambda text: int(text) if text.isdigit() else text,
             default="5GB",
             help="of a file, in bytes or as 5GB (default: 5GB)",
         )

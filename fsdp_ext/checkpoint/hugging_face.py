@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fsdp_ext._util.files import write_text
+from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype, whole_weights
@@ -32,7 +33,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PARTIAL = ".partial"
 _FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Layout = dict[str, Part]
 
@@ -126,18 +126,14 @@ def write_files(
 
 
 def _bytes_of(size: int | str) -> int:
-    """Return a size as a number of bytes, as Hugging Face reads it: 1 GB is 10**9 bytes."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    text = size.upper() if isinstance(size, str) else ""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)\s*", text)
-    with contextlib.suppress(ValueError):
-        if match and (nbytes := int(float(match[1]) * _UNITS[match[2]])) > 0:
-            return nbytes
-    raise ValueError(
-        f"export got max_shard_size={size!r}. Pass a number of bytes, or a text with KB, MB, GB "
-        'or TB, such as "5GB".'
-    )
+    """Return a size as a number of bytes."""
+    nbytes = bytes_in(size) if isinstance(size, str) else size
+    if nbytes is None or not is_at_least(nbytes, 1):
+        raise ValueError(
+            f"export got max_shard_size={size!r}. Pass a number of bytes, or a text with KB, MB, "
+            'GB or TB, such as "5GB".'
+        )
+    return nbytes
 
 
 # - What is written where

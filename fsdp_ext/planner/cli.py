@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_ext._util.numbers import bytes_in
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST
@@ -28,9 +29,6 @@ from fsdp_ext.planner.api import plan
 EXAMPLE = """python -m fsdp_ext plan fsdp_ext.planner.example:make --world-size 64 \\
       --units TransformerEncoderLayer --param-dtype bfloat16 \\
       --batch 2x4096x4096 --flops-per-second 400e12"""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -193,11 +191,10 @@ def _add_ranks_and_times(add: Callable[..., object]) -> None:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    if match is None:
+    nbytes = bytes_in(text)
+    if nbytes is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GB or 40MiB")
-    unit = match[2] or ""
-    return int(float(match[1]) * _UNITS[unit[:1].upper() + unit[1:].lower()])
+    return nbytes
 
 
 def _dtype(text: str) -> torch.dtype:
