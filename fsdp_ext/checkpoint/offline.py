@@ -22,7 +22,7 @@ from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.saving import write, write_index
 from fsdp_ext.checkpoint.snapshot import Kind, Snapshot, encoded_optimizer
-from fsdp_ext.checkpoint.state_dicts import NOT_OPTIONS
+from fsdp_ext.checkpoint.state_dicts import named_group
 from fsdp_ext.checkpoint.tensor_files import BLOCK, Part, Writer
 from fsdp_ext.checkpoint.trees import encode
 
@@ -172,13 +172,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
     files = {"weights": Kind(own_boxes(weights, 0, 1), {"aliases": {}, "other": {}})}
     if kinds["optimizer"]:
         state = saved[kinds["optimizer"][0]]
-        groups = [
-            {
-                "names": list(group["params"]),
-                "options": {k: v for k, v in group.items() if k not in NOT_OPTIONS},
-            }
-            for group in state["param_groups"]
-        ]
+        groups = [named_group(group, group["params"]) for group in state["param_groups"]]
         tensors, options, tree = encoded_optimizer({"state": state["state"], "groups": groups})
         files["optimizer"] = Kind(own_boxes(tensors | options, 0, 1), tree)
     if kinds["extra"]:

@@ -40,7 +40,7 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
 
 State = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer] | None
-NOT_OPTIONS = ("params", "param_names")  # entries of a group that are no options
+_NOT_OPTIONS = ("params", "param_names")  # entries of a group that are no options
 
 
 def as_optimizers(given: Optimizers) -> Sequence[Optimizer]:
@@ -74,10 +74,15 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
         by_key: dict[Any, str] = {}
         for group, of_group in zip(state["param_groups"], names, strict=True):
             by_key |= zip(group["params"], of_group, strict=True)
-            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-            found["groups"].append({"names": of_group, "options": options})
+            found["groups"].append(named_group(group, of_group))
         found["state"] |= {by_key[key]: value for key, value in state["state"].items()}
     return found
+
+
+def named_group(group: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a group of an optimizer's state dict as ``names`` and ``options``."""
+    options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {"names": list(names), "options": options}
 
 
 def _check_state(
