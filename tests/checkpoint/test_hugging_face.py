@@ -145,7 +145,7 @@ def test_an_export_replaces_another_one(tmp_path: Path) -> None:
     run_ranks(_is_written_over, 2, tmp_path)
 
 
-@pytest.mark.parametrize("size", ["", "0GB", "GB", "1.2.3GB", "-1GB", "5 apples", 0, -1, True, None, 1.5])
+@pytest.mark.parametrize("size", ["", "0GB", "GB", "1.2GBs", "-1GB", "5 apples", 0, -1, True, None])
 def test_other_sizes_are_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"max_shard_size=.*Pass a number of bytes"):
         export(nn.Linear(2, 2), "nowhere", size)
