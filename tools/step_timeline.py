@@ -159,7 +159,8 @@ def figures_of(step: Iteration, wire: str) -> str:
     """Return the figures of a step for a title."""
     return (
         f"step {step.step * 1e3:.1f} ms = compute {step.compute * 1e3:.1f} + exposed "
-        f"{step.exposed * 1e3:.1f} + other {step.other * 1e3:.1f}; {wire} {step.wire * 1e3:.1f} ms"
+        f"{step.exposed * 1e3:.1f} + optimizer {step.optimizer * 1e3:.1f} + other "
+        f"{step.other * 1e3:.1f}; {wire} {step.wire * 1e3:.1f} ms"
     )
 
 

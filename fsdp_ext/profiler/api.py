@@ -8,10 +8,15 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 from weakref import WeakSet
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import MOST_STEPS, is_at_least
@@ -28,6 +33,7 @@ from fsdp_ext.profiler.trace import trace_of
 from fsdp_ext.sharding.root.agreement import exchange, has_peers
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
+from fsdp_ext.sharding.root.unit import owners_of
 
 # Roots that a profile is recording now.
 _profiled: WeakSet[Root] = WeakSet()
@@ -47,7 +53,8 @@ class profile(Recording):
         prof.report()
 
     Recording does not synchronise steps. The threads that do the work, or GPU events, record the
-    times. The times are read when the block ends. Replays of a CUDA graph are not recorded.
+    times. The times are read when the block ends. Replays of a CUDA graph are not recorded. Steps
+    of optimizers that have parameters of the model are recorded, too.
 
     Args:
         model: the root module, which has run forward before.
@@ -99,6 +106,11 @@ class profile(Recording):
         self._update(by_rank={}, late={}, lost=0)
         self._impl.keep_times(self.kept)
         self._note_buckets()
+        self._owned = owners_of(self._root.units)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
         _profiled.add(self._root)
         return self
 
@@ -110,6 +122,8 @@ class profile(Recording):
     ) -> None:
         """Wait for all work that was issued, and read the times."""
         _profiled.discard(self._root)
+        for hook in self._hooks:
+            hook.remove()
         if kind is not None:
             self._impl.keep_times(0)  # the block's own error says more
             return
@@ -132,6 +146,19 @@ class profile(Recording):
             lost=lost,
             prefetch_depth=self._root.settings.prefetch,
             wall_clock=_wall_clock(),
+        )
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._has_parameters_of(optimizer):
+            self._impl.begin_step()
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._has_parameters_of(optimizer):
+            self._impl.end_step()
+
+    def _has_parameters_of(self, optimizer: Optimizer) -> bool:
+        return any(
+            param in self._owned for group in optimizer.param_groups for param in group["params"]
         )
 
     def _note_buckets(self) -> None:

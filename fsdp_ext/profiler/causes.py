@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from fsdp_ext.profiler.recording import (
     COLLECTIVES,
     COMPUTE,
+    OPTIMIZER,
     PASSES,
     WAITS,
     WIRES,
@@ -54,6 +55,7 @@ class Cause(enum.Enum):
     BANDWIDTH = "wire slower than compute"
     LATE_RANK = "a rank came late"
     COPIES = "casts and copies"
+    OPTIMIZER = "optimizer"
     SLOWED = "compute slowed by communication"
     UNKNOWN = "not recorded"
 
@@ -66,6 +68,7 @@ MEANING = {
     Cause.BANDWIDTH: "the wire was busy all the time",
     Cause.LATE_RANK: "a collective ends only after the last rank has joined it",
     Cause.COPIES: "nothing is on the wire, but parameters or gradients change their dtype",
+    Cause.OPTIMIZER: "updates of an attached optimizer are on the lane of reductions",
     Cause.SLOWED: "they share memory or cores; estimated by comparing units of equal size",
     Cause.UNKNOWN: "unshard() gathered the unit, or it was gathered in a step not recorded",
 }
@@ -85,6 +88,7 @@ REMEDY = {
     ),
     Cause.LATE_RANK: "check that rank's input pipeline, host and clocks",
     Cause.COPIES: "with one rank, compute in the dtype that the optimizer uses",
+    Cause.OPTIMIZER: "make the last bucket smaller (bucket_bytes), or do not attach the optimizer",
     Cause.SLOWED: (
         "leave cores to collectives (a smaller OMP_NUM_THREADS) or give them fewer multiprocessors "
         "(NCCL_MAX_CTAS); send less (param_dtype and reduce_dtype of MixedPrecisionPolicy)"
@@ -98,8 +102,9 @@ class Exposure:
     """A part of a wait of the compute stream, and its cause.
 
     Args:
-        operation: "gather", "group gather", "reduce" or "all-reduce".
-        phase: the phase that issued the awaited collective: "forward", "backward" or "other".
+        operation: "gather", "group gather", "reduce" or "all-reduce", or "optimizer" for the update
+            of an attached one.
+        phase: the phase that issued the awaited work: "forward", "backward" or "other".
         units: numbers of the first and the last unit of the awaited bucket.
         begin: when the wait began, in seconds of ``time.monotonic()``.
         seconds: length of this part.
@@ -399,6 +404,8 @@ def _gap(step: _Step, wait: Span, beside: Span, seconds: float) -> Exposure:
 
 
 def _while_reducing(step: _Step, wait: Span, span: Span, seconds: float) -> list[Exposure]:
+    if span.work in OPTIMIZER:
+        return [_exposure("optimizer", wait, span, seconds, Cause.OPTIMIZER)]
     late = step.late(span)
     if late is None:
         return [_of_reduction(step, wait, span, seconds)]

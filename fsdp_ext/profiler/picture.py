@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_ext._util.files import write_bytes
-from fsdp_ext.profiler.recording import COMPUTE, PASSES, WAITS, Iteration, Span
+from fsdp_ext.profiler.recording import COMPUTE, OPTIMIZER, PASSES, WAITS, Iteration, Span
 from fsdp_ext.profiler.result import Recording
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _COLOURS = {
     "keep": "#a6d49f",
     "pack": "#ffbf79",
     "finish reduction": "#ffbf79",
+    "update": "#72b7b2",
+    "step": "#72b7b2",
     "wait (gather)": "#e45756",
     "wait (reduction)": "#e45756",
     "other": "#d9d9d9",
@@ -42,8 +44,11 @@ _LABELS = {
     "cast": "cast, unpack",
     "pack": "pack, write gradients",
     "wait (gather)": "waiting (exposed)",
-    "other": "other (loss, optimizer, data)",
+    "step": "optimizer",
+    "other": "other (loss, data)",
 }
+# The legend has these only if the step has such work.
+_OPTIONAL = {"all-reduce": ("all-reduce",), "step": OPTIMIZER}
 _WIDTH = 14.0  # of the picture, inches
 _FONT = 7.0  # of names in bars, points
 # The share of the picture's width for a character of a name, and for the margins of a name.
@@ -121,7 +126,8 @@ def _title(recording: Recording, own: Iteration, shown: int) -> str:
     ranks = len(recording.ranks)
     return (
         f"step {own.step * 1e3:.2f} ms = compute {own.compute * 1e3:.2f} + exposed "
-        f"{own.exposed * 1e3:.2f} + other {own.other * 1e3:.2f}    "
+        f"{own.exposed * 1e3:.2f} + optimizer {own.optimizer * 1e3:.2f} + other "
+        f"{own.other * 1e3:.2f}    "
         f"{simulated}wire {own.wire * 1e3:.2f} ms    rank {recording.rank}"
         + (f"; {shown} of {ranks} ranks" if shown < ranks else "")
     )
@@ -140,7 +146,8 @@ class _Bar:
 def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _Window) -> None:
     rows = _rows_of(iteration)
     for span in iteration.spans:
-        name = "" if span.work in WAITS else recording.name_of(span.units)
+        has_name = span.work not in (*WAITS, "step")
+        name = recording.name_of(span.units) if has_name else ""
         row = iteration.lane_of(span.work)
         level = len(rows) - 1 - rows.index(row or "compute")
         if span.work in PASSES:
@@ -148,10 +155,10 @@ def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _
         inside = _inside(iteration, span) if span.work in COMPUTE else []
         if inside:
             _draw(axis, _Bar(span.begin, span.end, span.work), window, level + 0.42, tall=0.08)
-        waits = iteration.of(*WAITS) if inside else []
+        waits = iteration.of(*WAITS, "step") if inside else []
         for begin, end in _gaps(span.begin, span.end, [*inside, *waits]):
             _draw(axis, _Bar(begin, end, span.work, name), window, level - 0.4)
-    for begin, end in _gaps(iteration.begin, iteration.end, iteration.of(*PASSES)):
+    for begin, end in _gaps(iteration.begin, iteration.end, iteration.of(*PASSES, "step")):
         _draw(axis, _Bar(begin, end, "other", "other"), window, len(rows) - 1 - 0.4)
     axis.set_xlim(0, window.seconds * 1e3)
     axis.set_yticks(range(len(rows)), reversed(rows))
@@ -168,7 +175,7 @@ def _draw(axis: Axes, bar: _Bar, window: _Window, bottom: float, tall: float = 0
         facecolors=_COLOURS[bar.work],
         edgecolors="white",
         linewidth=0.4,
-        zorder=3 if waits else 2,
+        zorder=3 if waits or bar.work == "step" else 2,
         hatch="///" if waits else None,
     )
     name = _fitting(bar.name, length / 1e3 / window.seconds)
@@ -225,7 +232,7 @@ def _legend(figure: Figure, iteration: Iteration) -> None:
     handles = [
         Patch(facecolor=_COLOURS[work], label=label, hatch="///" if work in WAITS else None)
         for work, label in _LABELS.items()
-        if work != "all-reduce" or iteration.has_all_reduces
+        if work not in _OPTIONAL or iteration.of(*_OPTIONAL[work])
     ]
     figure.legend(
         handles=handles, ncols=len(handles), fontsize=8, loc="outside lower left", frameon=False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from fsdp_ext import _C
 
 # The lane whose streams run each kind of work. All other work is on the compute stream. With
-# replicas, "finish reduction" is on the lane "all-reduce": Iteration.lane_of.
+# replicas, "finish reduction" and "update" are on the lane "all-reduce": Iteration.lane_of.
 LANES = {
     "cast": "gather",
     "gather": "gather",
@@ -19,11 +19,15 @@ LANES = {
     "reduce": "reduce",
     "all-reduce": "all-reduce",
     "finish reduction": "reduce",
+    "update": "reduce",  # of an attached optimizer on a GPU
 }
 # WIRES are the lanes, and COLLECTIVES the kinds of work on the wire.
 WIRES = ("gather", "reduce", "all-reduce")
 COLLECTIVES = ("gather", "group gather", "reduce", "all-reduce")
 WAITS = ("wait (gather)", "wait (reduction)")
+# The optimizer's work. "step" is on the compute stream: step(), or on the host an update of an
+# attached optimizer.
+OPTIMIZER = ("update", "step")
 COMPUTE = ("unit forward", "unit backward")
 PASSES = ("forward", "backward")
 
@@ -33,7 +37,7 @@ class Span:
     """One piece of work and when it ran. Times are seconds of ``time.monotonic()``.
 
     Args:
-        work: the kind of work: one of LANES, WAITS, COMPUTE or PASSES.
+        work: the kind of work: one of LANES, WAITS, OPTIMIZER, COMPUTE or PASSES.
         phase: the phase that issued it: "forward", "backward" or "other".
         first: number of the unit, or of the bucket's first unit in forward order; -1 for all units.
         last: number of the bucket's last unit.
@@ -105,7 +109,7 @@ class Iteration:
 
     def lane_of(self, work: str) -> str | None:
         """Return the lane whose streams run this kind of work; None for the compute stream."""
-        if work == "finish reduction" and self.has_all_reduces:
+        if work in ("finish reduction", "update") and self.has_all_reduces:
             return "all-reduce"
         return LANES.get(work)
 
@@ -126,23 +130,28 @@ class Iteration:
 
     @property
     def exposed(self) -> float:
-        """Seconds that the compute stream waited for communication."""
+        """Seconds that the compute stream waited for communication, or for updates on a lane."""
         return sum(span.seconds for span in self.of(*WAITS))
 
     @property
+    def optimizer(self) -> float:
+        """Seconds of the optimizer on the compute stream."""
+        return sum(span.seconds for span in self.of("step"))
+
+    @property
     def compute(self) -> float:
-        """Seconds of forward and backward, without the waits for communication."""
+        """Seconds of forward and backward, without waits and the optimizer."""
         inside = [
-            wait.seconds
-            for wait in self.of(*WAITS)
-            if any(span.begin <= wait.begin and wait.end <= span.end for span in self.of(*PASSES))
+            pause.seconds
+            for pause in self.of(*WAITS, "step")
+            if any(span.begin <= pause.begin and pause.end <= span.end for span in self.of(*PASSES))
         ]
         return sum(span.seconds for span in self.of(*PASSES)) - sum(inside)
 
     @property
     def other(self) -> float:
-        """Seconds of everything else: the loss, the optimizer, the input pipeline."""
-        return self.step - self.compute - self.exposed
+        """Seconds of everything else: the loss, the input pipeline."""
+        return self.step - self.compute - self.exposed - self.optimizer
 
     @property
     def wire(self) -> float:
@@ -158,7 +167,7 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
 
     def rate(wire: str) -> float:
         works = [work for work, lane in LANES.items() if lane == wire]
-        copies = [work for work in works if work not in COLLECTIVES]
+        copies = [work for work in works if work not in (*COLLECTIVES, *OPTIMIZER)]
         seconds = sum(span.seconds for one in iterations for span in one.of(*copies))
         nbytes = sum(span.nbytes for one in iterations for span in one.of(*works))
         return seconds / nbytes if nbytes else 0.0
@@ -256,8 +265,8 @@ def wire_seconds(iteration: Iteration, lane: str, one_wire: bool) -> list[float]
 
 
 def own_compute(iteration: Iteration) -> Iterator[tuple[Span, float]]:
-    """Yield each unit's compute spans, each with its seconds outside of waits and other units."""
-    spans = sorted(iteration.of(*COMPUTE, *WAITS), key=lambda span: (span.begin, -span.end))
+    """Yield each unit's compute spans, each with its seconds outside of other spans."""
+    spans = sorted(iteration.of(*COMPUTE, *WAITS, "step"), key=lambda span: (span.begin, -span.end))
     open_spans: list[tuple[Span, float]] = []
     done: list[tuple[Span, float]] = []
     for span in spans:

@@ -19,7 +19,7 @@ _HEADER = (
     "operation",
     "phase",
     "wire MB",
-    "wire ms",
+    "ms",
     "hidden ms",
     "exposed ms",
     "because",
@@ -54,8 +54,8 @@ def _sum_line(summary: Summary) -> str:
     )
     return (
         f"step {_ms(summary.step)} ms ({_ms(summary.fastest)} to {_ms(summary.slowest)}) = "
-        f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + other "
-        f"{_ms(summary.other)}; {on_wire}"
+        f"compute {_ms(summary.compute)} + exposed {_ms(summary.exposed)} + optimizer "
+        f"{_ms(summary.optimizer)} + other {_ms(summary.other)}; {on_wire}"
     )
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_ext.profiler.causes import PAUSE
-from fsdp_ext.profiler.recording import COLLECTIVES, Span
+from fsdp_ext.profiler.causes import PAUSE, Cause
+from fsdp_ext.profiler.recording import COLLECTIVES, OPTIMIZER, Span
 from fsdp_ext.profiler.result import Recording
 
 # A smaller factor between compute beside communication and compute alone is noise.
 _SLOWED = 1.05
+_OPERATIONS = (*COLLECTIVES, "optimizer")
 _PHASES = ("forward", "backward", "other")
 _EVERY_UNIT = (-1, -1)
 
 
 @dataclass(frozen=True)
 class _Key:
-    """The subject of a row: the collectives of one bucket in one phase.
+    """The subject of a row: the collectives or the updates of one bucket in one phase.
 
     ``units`` are the numbers of the bucket's first and last unit.
     """
@@ -29,24 +31,25 @@ class _Key:
 
     @classmethod
     def of(cls, span: Span) -> _Key:
-        return cls(span.units, span.work, span.phase)
+        return cls(span.units, "optimizer" if span.work in OPTIMIZER else span.work, span.phase)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of one bucket's or unit's collectives, per step and averaged over the steps.
+    """The cost of one bucket's or unit's collectives or updates, averaged over the steps.
 
     Args:
         units: names of the first and the last unit, or of the only one.
-        operation: "gather", "reduce", "group gather" of units with ``reshard_after_forward=k``, or,
-            over replicas, "all-reduce".
+        operation: "gather", "reduce", "group gather" of units with ``reshard_after_forward=k``,
+            over replicas "all-reduce", or "optimizer": the bucket's updates by an attached
+            optimizer, or ``step()`` of all units after backward.
         phase: the phase that issued it: "forward", "backward" or "other".
-        collectives: number of collectives that carry it.
+        collectives: number of collectives that carry it, or of updates.
         nbytes: bytes on the wire, summed over the ranks that shard the model; of an all-reduce,
             those of one rank.
-        wire: seconds on the wire.
-        hidden: seconds on the wire that overlap compute.
-        exposed: seconds that the compute stream waited for it, whatever delayed it.
+        wire: seconds on the wire, or of the optimizer.
+        hidden: those seconds that overlap compute.
+        exposed: seconds that the compute stream waited for it, whatever delayed it, or ran it.
         causes: seconds of ``exposed`` by cause.
         slowest: the worst straggler, by its seconds summed over the collectives. None unless ranks
             were merged.
@@ -66,16 +69,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """The average step in seconds: step = compute + exposed + other.
+    """The average step in seconds: step = compute + exposed + optimizer + other.
 
     Args:
         iterations: how many steps were measured.
         step: from the begin of one forward to the begin of the next.
         fastest: the shortest step.
         slowest: the longest step.
-        compute: forward and backward without waits.
-        exposed: waits for communication.
-        other: everything else: the loss, the optimizer, the input pipeline.
+        compute: forward and backward without waits and the optimizer.
+        exposed: waits for communication and, on a GPU, for updates of an attached optimizer.
+        optimizer: the optimizer on the compute stream: ``step()`` and, on the host, updates of an
+            attached optimizer.
+        other: everything else: the loss, the input pipeline.
         wire: time of all collectives, summed.
         hidden: the hidden share of ``wire``, 0 to 1, summed over the rows.
         causes: seconds of ``exposed`` by cause.
@@ -89,6 +94,7 @@ class Summary:
     slowest: float
     compute: float
     exposed: float
+    optimizer: float
     other: float
     wire: float
     hidden: float
@@ -105,13 +111,15 @@ def summarise(recording: Recording) -> Summary:
         return sum(values) / count
 
     slow = recording.slowdown()
-    costs = _costs(recording).values()
     causes: defaultdict[str, float] = defaultdict(float)
-    for cost in costs:
-        for name, seconds in cost.causes.items():
-            causes[name] += seconds
+    for exposure in itertools.chain(*recording.exposures):
+        causes[exposure.cause.value] += exposure.seconds / count
     steps = [iteration.step for iteration in iterations]
-    hidden = sum(_hidden(cost.wire, sum(cost.causes.values())) for cost in costs)
+    hidden = sum(
+        _hidden(cost.wire, sum(cost.causes.values()))
+        for key, cost in _costs(recording).items()
+        if key.operation in COLLECTIVES
+    )
     wire = mean([iteration.wire for iteration in iterations])
     exposed = mean([iteration.exposed for iteration in iterations])
     return Summary(
@@ -121,6 +129,7 @@ def summarise(recording: Recording) -> Summary:
         slowest=max(steps),
         compute=mean([iteration.compute for iteration in iterations]),
         exposed=exposed,
+        optimizer=mean([iteration.optimizer for iteration in iterations]),
         other=mean([iteration.other for iteration in iterations]),
         wire=wire,
         hidden=hidden / wire if wire > 0 else 1.0,
@@ -143,7 +152,7 @@ class _Cost:
 
 
 def rows_of(recording: Recording, by: str) -> list[Row]:
-    """Return the cost of communication, in the order of the units: see ``profile.rows``."""
+    """Return the cost of communication and updates, by unit: see ``profile.rows``."""
     if by not in ("bucket", "unit"):
         raise ValueError(
             f'profile got rows by {by!r}. Pass by="bucket", a row for what travels together, or '
@@ -157,7 +166,7 @@ def rows_of(recording: Recording, by: str) -> list[Row]:
         for part, share in (_shares(recording, key.units) if by == "unit" else [(key.units, 1.0)])
     ]
     found.sort(
-        key=lambda one: (one[0], COLLECTIVES.index(one[1].operation), _PHASES.index(one[1].phase))
+        key=lambda one: (one[0], _OPERATIONS.index(one[1].operation), _PHASES.index(one[1].phase))
     )
     return [
         _row(recording.name_of(part), key, costs[key], share, slowest.get(key))
@@ -169,11 +178,13 @@ def _costs(recording: Recording) -> dict[_Key, _Cost]:
     count = len(recording.iterations)
     costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
     for iteration in recording.iterations:
-        for span in iteration.of(*COLLECTIVES):
+        for span in iteration.of(*COLLECTIVES, *OPTIMIZER):
             cost = costs[_Key.of(span)]
             cost.collectives += 1 / count
             cost.nbytes += span.nbytes / count
             cost.wire += span.seconds / count
+            if span.work == "step":  # no wait: the compute stream runs it
+                cost.causes[Cause.OPTIMIZER.value] += span.seconds / count
     for exposures in recording.exposures:
         for exposure in exposures:
             key = _Key(exposure.units, exposure.operation, exposure.phase)

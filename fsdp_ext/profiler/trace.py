@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_ext.profiler.recording import COLLECTIVES, COMPUTE, LANES, WAITS, Iteration, Span
+from fsdp_ext.profiler.recording import (
+    COLLECTIVES,
+    COMPUTE,
+    LANES,
+    OPTIMIZER,
+    WAITS,
+    Iteration,
+    Span,
+)
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.torch_trace import TorchTrace
 
@@ -15,13 +23,13 @@ from fsdp_ext.profiler.torch_trace import TorchTrace
 _COPIES = tuple(work for work in LANES if work not in COLLECTIVES)
 _ROWS = ("passes", "compute", *COLLECTIVES, *_COPIES)
 # Rows that exist only if they have spans.
-_OPTIONAL = ("group gather", "all-reduce", "keep")
+_OPTIONAL = ("group gather", "all-reduce", "keep", "update")
 
 
 def _row_of(span: Span) -> str:
     if span.work in LANES:
         return span.work
-    return "compute" if span.work in (*COMPUTE, *WAITS) else "passes"
+    return "compute" if span.work in (*COMPUTE, *WAITS, "step") else "passes"
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,10 @@ class _Place:
 def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str, Any]:
     """Return a profile in Chrome's trace event format, which Perfetto reads.
 
-    Each rank is a process. Its rows are the passes, compute (units and waits), gathers, reductions,
-    all-reduces over replicas, and each kind of copy around them. The format is the "Trace Event
-    Format" of the Chromium project; times are microseconds since the first iteration began.
+    Each rank is a process. Its rows are the passes, compute (units, waits and the optimizer),
+    gathers, reductions, all-reduces over replicas, each kind of copy around them, and updates. The
+    format is the "Trace Event Format" of the Chromium project; times are microseconds since the
+    first iteration began.
 
     Args:
         recording: the recording to show.
@@ -60,6 +69,7 @@ def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str
         for iteration in iterations:
             for number, span in enumerate(iteration.spans):
                 event = _event(recording, place, iteration.number, span)
+                event["args"] |= _since_reduction(iteration, span)
                 if rank == recording.rank:
                     event["args"] |= _lateness(recording, iteration, number)
                 events.append(event)
@@ -90,6 +100,18 @@ def _lateness(recording: Recording, iteration: Iteration, number: int) -> dict[s
         "slowest rank": late.rank,
         "first to last rank (us)": round(late.spread * 1e6, 1),
     }
+
+
+def _since_reduction(iteration: Iteration, span: Span) -> dict[str, Any]:
+    """Return how long an attached optimizer's update came after its bucket's reduction."""
+    if span.work not in OPTIMIZER:
+        return {}
+    works = ("pack", "reduce", "all-reduce", "finish reduction")
+    reductions = [one for one in iteration.of(*works) if one.units == span.units]
+    ends = [one.end for one in reductions if one.end <= span.begin]
+    if not ends:  # a step() after backward
+        return {}
+    return {"after its reduction (us)": round((span.begin - max(ends)) * 1e6, 1)}
 
 
 def _event(recording: Recording, place: _Place, step: int, span: Span) -> dict[str, Any]:

@@ -66,6 +66,28 @@ TEST_F(LedgerTimes, ASpanLastsAsLongAsTheWorkOfItsStream) {
   EXPECT_EQ(timed.possible, 0.0);
 }
 
+TEST_F(LedgerTimes, AStepIsRecordedUnlessAnIterationBeginsInside) {
+  ledger_.begin_step();
+  ledger_.end_step();  // no times are kept
+  ledger_.keep_times(2, 8, /*drained=*/true);
+  ledger_.begin_iteration();
+  ledger_.begin_step();
+  std::this_thread::sleep_for(milliseconds(5));
+  ledger_.end_step();
+  ledger_.end_step();  // as an outer step(), which the inner one has ended
+  ledger_.begin_step();
+  ledger_.begin_iteration();
+  ledger_.end_step();
+  const std::vector<IterationTimes> iterations = ledger_.take_times();
+  ASSERT_EQ(iterations.size(), 2U);
+  EXPECT_TRUE(iterations[1].spans.empty());
+  ASSERT_EQ(iterations[0].spans.size(), 1U);
+  const TimedSpan& step = iterations[0].spans[0];
+  EXPECT_EQ(step.span.work, Work::Step);
+  EXPECT_EQ(step.span.units.first, kAllUnits.first);
+  EXPECT_GE(step.end - step.begin, 5e-3);
+}
+
 TEST_F(LedgerTimes, MomentsOfAStreamComeInItsOrder) {
   ledger_.keep_times(1, 8, /*drained=*/true);
   ledger_.begin_iteration();

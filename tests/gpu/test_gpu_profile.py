@@ -18,6 +18,7 @@ from torch import nn
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
+from fsdp_ext.optim import SGD
 from fsdp_ext.profiler.causes import Cause
 
 WIDTH, ROWS = (128, 64) if IS_EMULATED else (2048, 4096)
@@ -47,7 +48,8 @@ def _profiled(model: Any, steps: int = 4) -> Any:
     with fsdp_ext.profile(model) as prof:
         _train(model, steps)
     summary = prof.summary()
-    assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
+    parts = (summary.compute, summary.exposed, summary.optimizer, summary.other)
+    assert sum(parts) == pytest.approx(summary.step)
     assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)
     return prof
 
@@ -87,6 +89,31 @@ def test_a_slow_wire_is_what_it_is_called() -> None:
     (causes,) = run_ranks(_slow_wire, 1, timeout=80.0, device="cuda")
     del causes[Cause.FIRST.value], causes[Cause.LAST.value]
     assert max(causes, key=lambda name: causes[name]) == Cause.BANDWIDTH.value
+
+
+def _attached() -> None:
+    model = _make(Link("fast", alpha=2e-3, beta=1e12), bucket_bytes=2 * WIDTH * WIDTH * 4)
+    SGD(model.parameters(), lr=0.01).attach(model)
+    prof = _profiled(model)
+    rows = [row for row in prof.rows() if row.operation == "optimizer"]
+    assert [row.phase for row in rows] == ["backward"] * len(rows)
+    assert sum(row.collectives for row in rows) == pytest.approx(LAYERS)
+    assert prof.summary().optimizer == 0  # the lane runs the updates
+    for iteration in prof.iterations:
+        lane = iteration.lane("reduce")
+        updated = [span for span in lane if span.work == "update"]
+        assert len(updated) == LAYERS
+        for span in updated:  # updates run between their bucket's reduction and the next one's
+            before = [one for one in lane if one.work == "reduce" and one.begin < span.begin]
+            assert before[-1].units == span.units
+            assert before[-1].end <= span.begin + 1e-6
+        awaited = max(span.end for span in updated)
+        assert iteration.of("wait (reduction)")[-1].end >= awaited - 1e-6
+
+
+@pytest.mark.timeout(90)
+def test_updates_of_an_attached_optimizer_are_on_the_lane() -> None:
+    run_ranks(_attached, 1, timeout=80.0, device="cuda")
 
 
 def _own_stream() -> None:

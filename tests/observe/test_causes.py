@@ -240,6 +240,22 @@ def test_packing_waits_for_the_lane_of_reductions_and_else_for_all_reduces() -> 
     ]
 
 
+def test_a_wait_for_updates_on_the_lane_is_the_optimizers() -> None:
+    step = Step().reduce(2, 40, 50).add("update", "backward", 2, 50, 56)
+    step.reduce(1, 60, 70).add("update", "backward", 1, 70, 78).wait_reduced(45, 78)
+    assert explained(step.passes(forward=40, backward=78)) == [
+        ("reduce", 2, Cause.BANDWIDTH, pytest.approx(5)),
+        ("optimizer", 2, Cause.OPTIMIZER, pytest.approx(6)),
+        ("reduce", 1, Cause.ISSUED_LATE, pytest.approx(4)),
+        ("reduce", 1, Cause.LAST, pytest.approx(10)),
+        ("optimizer", 1, Cause.OPTIMIZER, pytest.approx(8)),
+    ]
+    step = Step().reduce(1, 40, 50).all_reduce(1, 50, 60).add("update", "backward", 1, 60, 66)
+    iteration = step.wait_reduced(60, 66).passes(forward=40, backward=66).end()
+    assert iteration.lane_of("update") == "all-reduce"
+    assert verdict(iteration) == {Cause.OPTIMIZER: pytest.approx(6)}
+
+
 def test_a_waiter_that_wakes_up_late_was_behind() -> None:
     gathered = first_unit()
     assert Cause.ISSUED_LATE not in verdict(gathered.passes(forward=40).end())

@@ -62,12 +62,15 @@ def profiled(model: Any, before: Callable[[int], Any] = lambda step: None) -> An
 def check_sums(prof: Any) -> None:
     """Check that the reported parts add up, in total and for each step."""
     summary = prof.summary()
-    assert summary.compute + summary.exposed + summary.other == pytest.approx(summary.step)
+    parts = (summary.compute, summary.exposed, summary.optimizer, summary.other)
+    assert sum(parts) == pytest.approx(summary.step)
     assert sum(summary.causes.values()) == pytest.approx(summary.exposed, abs=1e-9)
     for rows in (prof.rows(), prof.rows(by="unit")):
-        assert sum(row.exposed for row in rows) == pytest.approx(summary.exposed, abs=1e-9)
-        assert sum(row.wire for row in rows) == pytest.approx(summary.wire)
+        exposed = summary.exposed + summary.optimizer
+        assert sum(row.exposed for row in rows) == pytest.approx(exposed, abs=1e-9)
+        on_wire = [row.wire for row in rows if row.operation != "optimizer"]
+        assert sum(on_wire) == pytest.approx(summary.wire)
     for iteration in prof.iterations:
-        parts = (iteration.compute, iteration.exposed, iteration.other)
+        parts = (iteration.compute, iteration.exposed, iteration.optimizer, iteration.other)
         assert sum(parts) == pytest.approx(iteration.step)
         assert all(part >= -1e-9 for part in parts)

@@ -108,6 +108,19 @@ void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange un
 
 std::int32_t Ledger::mark_compute() { return has_times() ? mark(compute_) : WorkSpan::kNever; }
 
+void Ledger::begin_step() {
+  const bool is_recorded = !device_.is_capturing() && mark_compute() != WorkSpan::kNever;
+  step_ = is_recorded ? last_compute_moment_ : IterationIndex{};
+}
+
+void Ledger::end_step() {
+  const std::int32_t begin = number_of(std::exchange(step_, {}));
+  if (begin != WorkSpan::kNever && !device_.is_capturing()) {
+    IterationIndex span = open_at(begin, Work::Step, kAllUnits);
+    close(span, compute_);
+  }
+}
+
 // Spans that an exception left open belong to an earlier iteration and are never ended.
 void Ledger::end_span(IterationIndex& open, Stream& stream) {
   if (has_times() && now_->number == open.iteration) {

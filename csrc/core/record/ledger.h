@@ -59,9 +59,9 @@ struct Counters {
   int peak_unsharded_units = 0;
 };
 
-// The kinds from Cast to FinishReduction, GroupGather and Keep run on the streams of the lanes, the
-// others on the compute stream. A unit's forward and backward include the units inside it and the
-// waits.
+// The kinds from Cast to FinishReduction, GroupGather, Keep and Update run on the streams of the
+// lanes, the others on the compute stream. A unit's forward and backward include the units inside
+// it and the waits.
 enum class Work : std::uint8_t {
   Cast,
   Gather,
@@ -78,6 +78,8 @@ enum class Work : std::uint8_t {
   Backward,
   GroupGather,  // Note [group shards] in core/gather/group_shard.h
   Keep,         // the copy of a slot to a group shard
+  Update,       // Note [updates in backward] in core/reduce/unit_update.h
+  Step,         // such an update on the compute stream, or a step() after backward
 };
 
 // The issue time of a collective, and the earliest time it could have been issued.
@@ -182,6 +184,10 @@ class Ledger {
   void wait(Event& event, const std::string& what, Work work, UnitRange units);
   // Marks a moment of the compute stream. Returns WorkSpan::kNever if no times are kept.
   std::int32_t mark_compute();
+  // Mark a step() on the compute stream. It is recorded unless an iteration begins inside it, as
+  // its closure may run forward.
+  void begin_step();
+  void end_step();
   IterationIndex last_compute_moment() const { return last_compute_moment_; }
   // WorkSpan::kNever if the moment is one of another iteration.
   std::int32_t number_of(const IterationIndex& moment) const {
@@ -222,6 +228,7 @@ class Ledger {
   Iteration* now_ = nullptr;        // the current one, if its times are kept
   Phase phase_ = Phase::Other;
   IterationIndex last_compute_moment_;
+  IterationIndex step_;  // the moment at which a step() began
 };
 
 // Records what is issued to `stream` during its lifetime as one span.

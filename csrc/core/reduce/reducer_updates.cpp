@@ -53,6 +53,8 @@ void Reducer::run_updates(Bucket& bucket, const Units& units, Stream* stream, bo
     for (Unit* unit : units) {
       if (unit->updates.is_awaited && (has_all || !unit->gradients.misses_gradients())) {
         unit->updates.count += 1;
+        const Timed timed(ledger_, stream == nullptr ? device_.compute_stream() : *stream,
+                          stream == nullptr ? Work::Step : Work::Update, bucket.numbers());
         unit->update->run(stream);
         unit->updates.is_awaited = false;
       }

@@ -33,7 +33,9 @@ const char* name_of(Work work) {
                                       "forward",
                                       "backward",
                                       "group gather",
-                                      "keep"};
+                                      "keep",
+                                      "update",
+                                      "step"};
   return names[static_cast<int>(work)];
 }
 
@@ -308,6 +310,8 @@ void register_root(py::module_& m) {
            [](TorchRoot& root, bool value) { root.pipeline().options().is_last_backward = value; })
       .def("keep_times", &keep_times, py::arg("iterations"))
       .def("take_times", &take_times)
+      .def("begin_step", [](TorchRoot& root) { root.pipeline().ledger().begin_step(); })
+      .def("end_step", [](TorchRoot& root) { root.pipeline().ledger().end_step(); })
       .def("memory", &memory_of)
       .def("all_gather", &all_gather, py::arg("what"), py::arg("mine"));
 }
