@@ -27,10 +27,11 @@ from fsdp_ext.planner.arguments import (
     check_memory_arguments,
     check_time_arguments,
     first_unit,
-    refuse_groups,
+    refuse_times,
     resolve_links,
     resolve_target,
     seconds_of_units,
+    set_attached,
 )
 from fsdp_ext.planner.flops import count_flops
 from fsdp_ext.planner.result import Plan
@@ -69,6 +70,7 @@ def plan(
     replica_link: Link | str | None = None,
     device_type: str | None = None,
     optimizer_states: int = 2,
+    optimizer_attached: bool | None = None,
     batch: Any = None,
     flops_per_second: float | None = None,
     compute: Mapping[str, tuple[float, float]] | None = None,
@@ -117,6 +119,8 @@ def plan(
         device_type: "cuda" or "cpu"; by default the mesh's, or "cuda".
         optimizer_states: how many tensors of its size and dtype the optimizer keeps for each
             trainable parameter: 2 for AdamW, 1 for SGD with momentum.
+        optimizer_attached: whether an optimizer of ``fsdp_ext.optim`` that has all parameters is
+            attached. By default it is to the units of a sharded model that have one.
         batch: what one rank calls the model with: tensors, a tuple of arguments, or a mapping of
             keywords. It is used to count floating-point operations
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors
@@ -131,8 +135,9 @@ def plan(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
-            units have several meshes, or if a parameter has ``fsdp_pre_all_gather``.
+        NotImplementedError: if times are asked for and a unit is resharded to a smaller group or
+            has an attached optimizer, if units have several meshes, or if a parameter has
+            ``fsdp_pre_all_gather``.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """
@@ -171,10 +176,11 @@ def plan(
     typical = link_of_buckets(transports, target.asked, ranks.shards, ranks.replicas)
     root = _planned_root(copied, typical, unit, overrides)
     check_groups(root.units)
+    set_attached(root.units, optimizer_attached)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
     if seconds is not None:
-        refuse_groups(root.units)
+        refuse_times(root.units)
     links = resolve_links(link, replica_link, typical, target)
     within, between = links
     costs = None if seconds is None else StepCosts(seconds, within, contention, copies, between)
@@ -225,7 +231,7 @@ def _result(
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, found, flops),
         buckets=bucket_sizes(root, found),
-        memory=memory_of(root, found, optimizer_states),
+        memory=memory_of(root, found, optimizer_states, target.device_type),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
         replica_link=between,

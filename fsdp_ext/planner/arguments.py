@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.numbers import MOST_RANKS, is_at_least, is_real
+from fsdp_ext._util.numbers import MOST_RANKS, as_bool, is_at_least, is_real
 from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.link import PRESETS, Link
 from fsdp_ext.comm.simulated import Simulated
@@ -19,7 +19,7 @@ from fsdp_ext.comm.transports import (
     resolve_transport,
     why_no_shared_memory,
 )
-from fsdp_ext.planner.units import PlannedRanks
+from fsdp_ext.planner.units import PlannedRanks, PlannedUnit
 from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.module_state import units_below
@@ -253,17 +253,39 @@ def check_groups(units: Sequence[ParamGroup]) -> None:
             )
 
 
-def refuse_groups(units: Sequence[ParamGroup]) -> None:
-    """Raise NotImplementedError if a unit is resharded to a smaller group.
+def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
+    """Set whether an attached optimizer steps the units, unless that is left open.
 
-    Gathers of that group may travel over a link without figures.
+    Raises:
+        TypeError: if ``asked`` is neither a bool nor None.
+        ValueError: if a unit cannot be stepped in backward.
+    """
+    if asked is None:
+        return
+    asked = as_bool("plan", "optimizer_attached", asked)
+    for unit in units:
+        if asked and (unit.settings.offloads or unit.settings.is_flat):
+            what = "has its shards on the host" if unit.settings.offloads else "is flat"
+            raise ValueError(
+                f"plan got optimizer_attached=True, but unit '{unit.name}' {what} and cannot be "
+                "stepped in backward. Leave it out."
+            )
+        unit.is_attached = asked
+
+
+def refuse_times(units: Sequence[PlannedUnit]) -> None:
+    """Raise NotImplementedError if a unit is resharded to a smaller group, or stepped in backward.
+
+    Gathers of that group may travel over a link without figures. Updates take time that ``plan``
+    does not know, before other buckets are reduced.
     """
     for unit in units:
         group = unit.settings.reshard_group
-        if group > 0:
+        if group > 0 or unit.is_attached:
+            what = f"reshard_after_forward={group}" if group > 0 else "an attached optimizer"
             raise NotImplementedError(
-                f"plan cannot predict times with reshard_after_forward={group} yet, which unit "
-                f"'{unit.name}' has. Leave out flops_per_second and compute to plan its memory."
+                f"plan cannot predict times with {what} yet, which unit '{unit.name}' has. Leave "
+                "out flops_per_second and compute to plan its memory."
             )
 
 

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
             replica_link=_link("--replica-link", args.replica_link),
             device_type=args.device_type,
             optimizer_states=args.optimizer_states,
+            optimizer_attached=args.optimizer_attached or None,
             batch=tuple(args.batch) if args.batch else None,
             flops_per_second=args.flops_per_second,
             contention=args.contention,
@@ -135,6 +136,11 @@ def _add_settings(add: Callable[..., object]) -> None:
         default=2,
         metavar="N",
         help="tensors that the optimizer keeps per parameter, by default 2",
+    )
+    add(
+        "--optimizer-attached",
+        action="store_true",
+        help="the optimizer steps units in backward; see optimizer.attach(model)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fsdp_ext import _C
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
@@ -63,7 +64,8 @@ class PlannedMemory:
     ``ring_slot`` is the size of the largest slot, and ``ring`` that of the whole ring.
     ``group_shards`` is what units with ``reshard_after_forward=k`` keep for backward.
     ``gradients_in_flight`` is the most that unsharded gradients take at once
-    (``planner/gradients.py``). The figures assume that each backward reduces and that gradients are
+    (``planner/gradients.py``). With an attached optimizer on GPUs, ``gradients`` are those of two
+    buckets. The figures assume that each backward reduces and that gradients are
     set to None between steps. Adding to existing gradients needs the reduce output, too, and units
     that accumulate without reducing need a reduce input of their own. ``on_host`` is what offloaded
     units have in the host's memory, and not on the GPU: shards, gradients and optimizer states.
@@ -170,24 +172,21 @@ def all_reduce_bytes(root: PlannedRoot, bucket: _C.PlannedBucket) -> int:
     return bucket["reduce_bytes"] // first.world_size if first.replicas > 1 else 0
 
 
-def memory_of(root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int) -> PlannedMemory:
+def memory_of(
+    root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int, device_type: str
+) -> PlannedMemory:
     """Return the memory of the first rank."""
-    shards, gradients, states, on_host = 0, 0, 0, 0
+    shards, states, on_host = 0, 0, 0
     for unit, layout in zip(root.units, root.layouts, strict=True):
-        of_unit = (
-            layout.shard_bytes,
-            layout.gradient_bytes,
-            optimizer_states * _trained_bytes(unit, layout),
-        )
+        of_states = optimizer_states * _trained_bytes(unit, layout)
         if unit.settings.offloads:
-            on_host += sum(of_unit)
+            on_host += layout.shard_bytes + layout.gradient_bytes + of_states
         else:
-            shards, gradients, states = (
-                total + own for total, own in zip((shards, gradients, states), of_unit, strict=True)
-            )
+            shards += layout.shard_bytes
+            states += of_states
     return PlannedMemory(
         shards=shards,
-        gradients=gradients,
+        gradients=_gradients(root, found, lends=device_type == "cuda"),
         optimizer_states=states,
         gather_inputs=found["gather_input_bytes"],
         group_shards=found["group_shard_bytes"],
@@ -203,6 +202,24 @@ def memory_of(root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int) ->
         on_host=on_host,
         fsdp2_peak=fsdp2_peak(root, optimizer_states),
     )
+
+
+def _gradients(root: PlannedRoot, found: _C.MemoryPlan, *, lends: bool) -> int:
+    """Return the most bytes of sharded gradients on the device.
+
+    With ``lends``, two buckets that an attached optimizer updates have some at a time: Note
+    [updates in backward] in csrc/core/reduce/unit_update.h.
+    """
+    staying, updated = 0, [0]
+    for bucket in found["buckets"]:
+        units = [number for number in bucket["units"] if root.layouts[number].gradient_bytes > 0]
+        on_device = [number for number in units if not root.units[number].settings.offloads]
+        nbytes = sum(root.layouts[number].gradient_bytes for number in on_device)
+        if lends and units and all(root.units[number].is_attached for number in units):
+            updated.append(nbytes)
+        else:
+            staying += nbytes
+    return staying + max((sum(pair) for pair in pairwise(updated)), default=0)
 
 
 def _trained_bytes(unit: PlannedUnit, layout: _C.UnitLayout) -> int:

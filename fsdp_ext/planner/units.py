@@ -116,6 +116,7 @@ class PlannedUnit(ParamGroup):
     ) -> None:
         super().__init__(name, ranks.shards, settings, ranks.replicas)
         self.is_sharded_by_rows = True
+        self.is_attached = settings.update is not None  # its optimizer steps it in backward
         self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
 
     @classmethod

@@ -63,7 +63,7 @@ class PlannedSettings:
     def size(self, choice: Choice) -> Candidate:
         """Return a setting with its buckets and its memory."""
         found = self._find_buckets(choice)
-        memory = memory_of(self._planned, found, self._optimizer_states).peak
+        memory = memory_of(self._planned, found, self._optimizer_states, self._device_type).peak
         return Candidate(choice, len(found["buckets"]), memory)
 
     def predict(self, one: Candidate, costs: StepCosts) -> Candidate:

@@ -73,8 +73,8 @@ def _memory_is_fixed(world_size: int) -> None:
     )
 
 
-def _most_in_backward(*, attaches: bool) -> int:
-    """Return the most bytes that a backward allocates beyond those before it."""
+def _most_in_backward(*, attaches: bool) -> tuple[int, int]:
+    """Return the most bytes that a backward allocates, and the planned bytes of gradients."""
     model: Any = _model()
     for layer in model:
         fully_shard(layer, bucket_bytes=0)
@@ -92,15 +92,17 @@ def _most_in_backward(*, attaches: bool) -> int:
         most = torch.cuda.max_memory_allocated() - before
         optimizer.step()
         optimizer.zero_grad()
-    return most
+    return most, plan(model).memory.gradients
 
 
 def _attached_gradients_are_of_two_buckets() -> None:
     os.environ["FSDP_EXT_NCCL_REGISTER"] = "0"
-    saved = _most_in_backward(attaches=False) - _most_in_backward(attaches=True)
+    usual, attached = (_most_in_backward(attaches=attaches) for attaches in (False, True))
+    saved, planned = (before - after for before, after in zip(usual, attached, strict=True))
     gradient = WIDTH * (WIDTH + 1) * 4
     # All sharded gradients and one unsharded one, beside two sharded and two unsharded ones.
     assert round(saved / gradient) == LAYERS + 1 - 4, saved / gradient
+    assert planned == usual[1] // LAYERS * (LAYERS - 2)
 
 
 def test_attached_optimizers_leave_gradients_of_two_buckets() -> None:

@@ -40,6 +40,7 @@ from fsdp_ext import (
 from fsdp_ext._util.tables import WIDTH
 from fsdp_ext.comm.costs import SHARED_MEMORY
 from fsdp_ext.comm.link import ETHERNET_100G, H100_CLUSTER, H100_NODE
+from fsdp_ext.optim import SGD
 from fsdp_ext.planner.cli import EXAMPLE, _parser, run
 from fsdp_ext.planner.schedule import Stage, predict
 
@@ -370,6 +371,41 @@ def test_offloaded_units_have_shards_gradients_and_states_on_the_host() -> None:
     )
 
 
+def test_attached_optimizers_leave_gradients_of_two_buckets_on_gpus() -> None:
+    arguments: dict[str, Any] = {"units": Block, "bucket_bytes": 0}
+    model = on_meta()
+    usual, attached = (
+        plan(model, 8, **arguments, optimizer_attached=given) for given in (None, True)
+    )
+    shards = [unit.shard for unit in usual.units]  # as large as the gradients
+    assert usual.memory.gradients == sum(shards)
+    assert attached.memory.gradients == max(map(sum, itertools.pairwise(shards))) < sum(shards)
+    assert attached.memory == replace(usual.memory, gradients=attached.memory.gradients)
+    on_host = plan(model, 8, **arguments, device_type="cpu", optimizer_attached=True)
+    assert on_host == plan(model, 8, **arguments, device_type="cpu")
+
+
+def _attached_to_a_part() -> None:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    model: Any = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, transport=Simulated(2, FAST))
+    fully_shard(model, transport=Simulated(2, FAST), bucket_bytes=0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    shard = plan(model, device_type="cuda").memory.gradients // 5
+    optimizer.attach(model[1:4])
+    for asked, shards in ((None, 2 + 2), (True, 2), (False, 5)):
+        planned = plan(model, device_type="cuda", optimizer_attached=asked)
+        assert planned.memory.gradients == shards * shard
+    with pytest.raises(NotImplementedError, match="with an attached optimizer yet, which unit '1'"):
+        plan(model, compute={str(number): (1.0, 1.0) for number in range(5)})
+
+
+def test_units_with_an_attached_optimizer_are_planned_so() -> None:
+    run_ranks(_attached_to_a_part, 1)
+
+
 def test_flops_are_those_of_each_unit() -> None:
     planned = plan(on_meta(), 8, units=Block, batch=TOKENS)
     tokens, block = 2 * 16, 2 * 4 * 64 * 64
@@ -597,6 +633,13 @@ def _tied() -> nn.Module:
         (on_meta, {"compute": {}, "units": Block}, ValueError, "no seconds of blocks.0"),
         (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "seconds of head, but the units"),
         (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "plan could not count flops"),
+        (on_meta, {"optimizer_attached": "yes"}, TypeError, "optimizer_attached"),
+        (
+            on_meta,
+            {"optimizer_attached": True, "offload_policy": CPUOffloadPolicy()},
+            ValueError,
+            "but unit 'the root' has its shards on the host and cannot be stepped in backward",
+        ),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
         (_tied, {"units": Block}, ValueError, "'up.weight' is also 'up.weight' of Block"),
     ],
@@ -709,6 +752,20 @@ def test_the_command_plans_replicas(factory: Path, capsys: pytest.CaptureFixture
     assert "over 8xH100 NVLink, and 100G Ethernet between replicas" in printed
     assert run([*arguments, "--replica-link", "avian"]) == 2
     assert "--replica-link 'avian' is neither" in capsys.readouterr().err
+
+
+def test_the_command_plans_attached_optimizers(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan_factory:make", "--world-size", "16", "--units", "Block"]
+    arguments += ["--bucket-bytes", "1"]
+    gradients = []
+    for more in ([], ["--optimizer-attached"]):
+        assert run([*arguments, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        row = next(line for line in lines if line.startswith("gradients  "))
+        gradients.append(int(row.split()[-1].replace(",", "")))
+    assert gradients[1] < gradients[0]
 
 
 def test_the_command_ends_with_1_where_memory_does_not_do(
