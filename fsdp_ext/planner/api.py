@@ -12,7 +12,7 @@ Sizes are exact, since the run computes layout, buckets and buffers with the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,8 @@ from fsdp_ext.planner.arguments import (
     check_groups,
     check_memory_arguments,
     check_time_arguments,
+    check_times,
     first_unit,
-    refuse_times,
     resolve_links,
     resolve_target,
     seconds_of_units,
@@ -73,7 +73,7 @@ def plan(
     optimizer_attached: bool | None = None,
     batch: Any = None,
     flops_per_second: float | None = None,
-    compute: Mapping[str, tuple[float, float]] | None = None,
+    compute: Mapping[str, Sequence[float]] | None = None,
     contention: float = 0.0,
     copies: tuple[float, float] = (0.0, 0.0),
     memory_limit: int | None = None,
@@ -87,7 +87,8 @@ def plan(
 
     The memory includes all allocations of fsdp_ext and the optimizer, without activations. Times
     are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives
-    and, if ``copies`` is given, casts and copies, but not the optimizer's step. A unit that
+    and, if ``copies`` is given, casts and copies, and the updates of an attached optimizer, but no
+    step after backward. A unit that
     encloses other units is taken to compute before them, except for the root.
 
     Args:
@@ -126,8 +127,8 @@ def plan(
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors
             may be on the meta device.
         flops_per_second: how fast a rank computes; needs ``batch``.
-        compute: measured seconds of forward and backward instead, by name of the unit. The root's
-            name is "the root".
+        compute: measured seconds of forward and backward instead, by name of the unit, and of its
+            update if an attached optimizer makes one. The root's name is "the root".
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of casts and unpacking around gathers, and of packing around
             reductions. With an ``offload_policy`` copies from and to the host are among them.
@@ -135,9 +136,8 @@ def plan(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        NotImplementedError: if times are asked for and a unit is resharded to a smaller group or
-            has an attached optimizer, if units have several meshes, or if a parameter has
-            ``fsdp_pre_all_gather``.
+        NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
+            units have several meshes, or if a parameter has ``fsdp_pre_all_gather``.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """
@@ -180,10 +180,21 @@ def plan(
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
     if seconds is not None:
-        refuse_times(root.units)
+        check_times(root.units, seconds)
     links = resolve_links(link, replica_link, typical, target)
     within, between = links
-    costs = None if seconds is None else StepCosts(seconds, within, contention, copies, between)
+    costs = (
+        None
+        if seconds is None
+        else StepCosts(
+            seconds,
+            within,
+            contention,
+            copies,
+            between,
+            updates_on_lane=target.device_type == "cuda",
+        )
+    )
     result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
@@ -201,9 +212,9 @@ def _seconds(
     root: PlannedRoot,
     flops: list[tuple[int, int]] | None,
     flops_per_second: float | None,
-    compute: Mapping[str, tuple[float, float]] | None,
-) -> list[tuple[float, float]] | None:
-    """Return the seconds of each unit's forward and backward; None if they are unknown."""
+    compute: Mapping[str, Sequence[float]] | None,
+) -> Sequence[Sequence[float]] | None:
+    """Return the seconds of each unit; None if they are unknown."""
     if flops is not None and flops_per_second is not None:
         return [(f / flops_per_second, b / flops_per_second) for f, b in flops]
     if compute is None:

@@ -79,7 +79,7 @@ def check_time_arguments(
             f"plan got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
             "still while a collective runs."
         )
-    if not _is_pair_of_seconds(copies):
+    if not _are_seconds(copies, 2):
         raise ValueError(
             f"plan got copies={copies!r}. Pass two numbers of seconds per byte, 0 or more: those "
             "around gathers and around reductions."
@@ -109,20 +109,20 @@ def _check_compute(compute: object) -> None:
     if not isinstance(compute, Mapping):
         raise TypeError(
             f"plan got compute={compute!r}. Pass a mapping from names of units to their seconds of "
-            "forward and backward."
+            "forward, of backward and, with an attached optimizer, of its update."
         )
     for name, seconds in compute.items():
-        if not _is_pair_of_seconds(seconds):
+        if not _are_seconds(seconds, 2) and not _are_seconds(seconds, 3):
             raise ValueError(
-                f"plan got compute with {seconds!r} for {name!r}. Pass the seconds of forward and "
-                "of backward, two numbers of 0 or more."
+                f"plan got compute with {seconds!r} for {name!r}. Pass the seconds of forward, of "
+                "backward and, with an attached optimizer, of its update: numbers of 0 or more."
             )
 
 
-def _is_pair_of_seconds(value: object) -> bool:
+def _are_seconds(value: object, count: int) -> bool:
     return (
         isinstance(value, Sequence)
-        and len(value) == 2
+        and len(value) == count
         and all(is_real(seconds) and seconds >= 0 for seconds in value)
     )
 
@@ -273,19 +273,33 @@ def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
         unit.is_attached = asked
 
 
-def refuse_times(units: Sequence[PlannedUnit]) -> None:
-    """Raise NotImplementedError if a unit is resharded to a smaller group, or stepped in backward.
+def check_times(units: Sequence[PlannedUnit], seconds: Sequence[Sequence[float]]) -> None:
+    """Check that times can be predicted from the seconds of each unit.
 
-    Gathers of that group may travel over a link without figures. Updates take time that ``plan``
-    does not know, before other buckets are reduced.
+    Raises:
+        NotImplementedError: if a unit is resharded to a smaller group, whose gathers may travel
+            over a link without figures.
+        ValueError: if seconds of an attached optimizer's updates are missing, or there are some
+            without one.
     """
-    for unit in units:
+    for unit, of_unit in zip(units, seconds, strict=True):
         group = unit.settings.reshard_group
-        if group > 0 or unit.is_attached:
-            what = f"reshard_after_forward={group}" if group > 0 else "an attached optimizer"
+        if group > 0:
             raise NotImplementedError(
-                f"plan cannot predict times with {what} yet, which unit '{unit.name}' has. Leave "
-                "out flops_per_second and compute to plan its memory."
+                f"plan cannot predict times with reshard_after_forward={group} yet, which unit "
+                f"'{unit.name}' has. Leave out flops_per_second and compute to plan its memory."
+            )
+        is_updated = unit.is_attached and any(param.is_trained for param in unit.params)
+        if is_updated and len(of_unit) < 3:
+            raise ValueError(
+                f"plan cannot predict times without the seconds that the attached optimizer takes "
+                f"for unit '{unit.name}'. Pass compute with them as the third number of each "
+                "unit, or neither compute nor flops_per_second."
+            )
+        if not is_updated and len(of_unit) > 2:
+            raise ValueError(
+                f"compute has three numbers for '{unit.name}', which no attached optimizer "
+                "updates. Pass the seconds of its forward and backward."
             )
 
 
@@ -330,9 +344,9 @@ def _link(asked: Link | str | None, name: str) -> Link | None:
 
 
 def seconds_of_units(
-    compute: Mapping[str, tuple[float, float]], names: Sequence[str]
-) -> list[tuple[float, float]]:
-    """Return the seconds of each unit's forward and backward; the root's default is 0.
+    compute: Mapping[str, Sequence[float]], names: Sequence[str]
+) -> list[Sequence[float]]:
+    """Return the seconds of each unit; the default of the root's forward and backward is 0.
 
     Raises:
         ValueError: if a name is unknown, or a unit below the root is missing.

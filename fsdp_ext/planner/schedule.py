@@ -42,6 +42,7 @@ class Stage:
         all_reduce_bytes: size of its all-reduce over replicas, of one rank. With 0 there is none.
         reduces_in_place: whether its reduction writes the flat gradient. With replicas, messages
             that do not do so take turns with two outputs.
+        update: seconds that an attached optimizer takes for it after its reduction.
 
     Raises:
         ValueError: if a number is negative.
@@ -59,6 +60,7 @@ class Stage:
     reduce_messages: int = 1
     all_reduce_bytes: int = 0
     reduces_in_place: bool = True
+    update: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -76,7 +78,8 @@ class PredictedSpan:
     """The work of one lane for one stage, in seconds after the step began.
 
     ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has two
-    spans on "compute", one in forward and one in backward. If gradients are packed ahead, it has
+    spans on "compute", one in forward and one in backward. Its update is one more, or one on the
+    lane of its reduction. If gradients are packed ahead, it has
     two on "reduce": the copies and the wire. With replicas it has one span there for each message.
     """
 
@@ -92,9 +95,9 @@ class Prediction:
 
     Args:
         step: the whole step.
-        compute: the time of the step if communication took no time.
+        compute: the time of the step if the lanes took no time.
         exposed: the difference of the two.
-        wire: how long the lanes work, summed, with the copies around the wire.
+        wire: how long the lanes work, summed, with copies and updates around the wire.
         spans: the work of each lane, with its times.
     """
 
@@ -120,6 +123,7 @@ def predict(
     contention: float = 0.0,
     packs_ahead: bool = False,
     replica_link: Link | None = None,
+    updates_on_lane: bool = False,
 ) -> Prediction:
     """Return how long a training step takes for a chain of stages.
 
@@ -128,10 +132,11 @@ def predict(
     the next ``depth`` stages, as long as the ring has free slots (csrc/core/memory/buffer_ring.h).
     A slot is free when its stage's forward has ended. Backward runs the stages in reverse. Stages
     whose slot has not been taken since forward are still there, and the others are gathered again.
-    A stage's reduction is issued when its backward has ended, and the root's at the very end. With
-    replicas, each message is all-reduced after its reduction, while the next one is reduced (Note
-    [replicas] in csrc/core/reduce/reducer.h). Each lane works in order. The step ends when compute
-    and all reductions have ended.
+    A stage's reduction is issued when its backward has ended, and the root's at the very end.
+    Before that, all updates but the last one are finished, and in the end all (Note [updates in
+    backward] in csrc/core/reduce/unit_update.h). With replicas, each message is all-reduced after
+    its reduction, while the next one is reduced (Note [replicas] in csrc/core/reduce/reducer.h).
+    Each lane works in order. The step ends when compute and all reductions have ended.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
@@ -157,6 +162,8 @@ def predict(
             packing.
         replica_link: the link of all-reduces over replicas, which take ``alpha + 2 * bytes / beta``
             with its figures for reductions. Stages that all-reduce need it.
+        updates_on_lane: whether updates follow their reductions on the lane, as on a GPU, or run
+            where compute does.
 
     Raises:
         ValueError: if a number is out of range, or ``replica_link`` is missing.
@@ -169,7 +176,8 @@ def predict(
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
     sums = _lane_of_replicas(chain, replica_link)
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
-    program = _Program(chain, gathers, _Reductions(wire, packing, sums), _Ring(slots), depth)
+    reductions = _Reductions(wire, packing, sums, updates_on_lane)
+    program = _Program(chain, gathers, reductions, _Ring(slots), depth)
     clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
     for task in program.run(has_root=root is not None):
         if isinstance(task, _Compute):
@@ -179,6 +187,7 @@ def predict(
     for lane in lanes:
         clock.drain(lane)
     compute = sum(stage.forward + stage.backward for stage in chain)
+    compute += 0.0 if updates_on_lane else sum(stage.update for stage in chain)
     return Prediction(
         step=clock.now,
         compute=compute,
@@ -354,28 +363,37 @@ class _Ring:
 class _Reductions:
     """The lanes of reductions, of packing ahead, and of replicas, if any."""
 
-    def __init__(self, wire: _Lane, packing: _Lane | None, sums: _Lane | None) -> None:
+    def __init__(
+        self, wire: _Lane, packing: _Lane | None, sums: _Lane | None, updates: bool
+    ) -> None:
+        self.updates = updates  # on the lanes
         self._wire = wire
         self._packing = packing
         self._sums = sums
         self._last: deque[_Job] = deque(maxlen=2)  # a message for each of the two inputs
         self._outputs: deque[_Job] = deque(maxlen=2)  # the last sum in each of the two outputs
 
-    def issue(self, stage: Stage) -> None:
+    def issue(self, stage: Stage) -> _Job | None:
+        """Issue a reduction and the update on its lane; return the last of these jobs."""
+        last = None
         copies, after = stage.copy_seconds_reduce, list[_Job]()
         if self._packing is not None and copies > 0:
             free = [self._last[0]] if len(self._last) == 2 else []
             after.append(self._packing.issue(stage.name, 0, 0, copies, free))
             copies = 0.0
         if self._sums is not None and stage.all_reduce_bytes > 0:
-            self._issue_with_sums(self._sums, stage, copies, after)
+            last = self._issue_with_sums(self._sums, stage, copies, after)
         elif stage.reduce_bytes > 0 or copies > 0:
             messages, nbytes = stage.reduce_messages, stage.reduce_bytes
-            self._last.append(self._wire.issue(stage.name, messages, nbytes, copies, after))
+            last = self._wire.issue(stage.name, messages, nbytes, copies, after)
+            self._last.append(last)
+        if self.updates and stage.update > 0:
+            last = (self._sums or self._wire).issue(stage.name, 0, 0, stage.update, after)
+        return last
 
     def _issue_with_sums(
         self, sums: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
-    ) -> None:
+    ) -> _Job:
         """Issue each message of a reduction, and its all-reduce behind it."""
         count = stage.reduce_messages
         for _ in range(count):
@@ -389,6 +407,7 @@ class _Reductions:
             if needs_output:
                 self._outputs.append(summed)
         self._last.append(reduced)
+        return summed
 
 
 class _Program:
@@ -412,6 +431,7 @@ class _Program:
         self._depth = depth
         self._unsharded: dict[int, _Job | None] = {}  # the gather of each unsharded stage
         self._done: dict[int, _Job] = {}  # the last gather of each stage
+        self._updated: deque[tuple[Stage, _Job | None]] = deque()  # updates in flight
 
     def run(self, has_root: bool) -> Iterator[_Compute | _Job]:
         """Run the stages, the first of which encloses the others if ``has_root``."""
@@ -430,11 +450,30 @@ class _Program:
             yield from self._enter(number, order[position + 1 :])
             yield self._backward(number)
             if number in below:
-                self._reductions.issue(self._stages[number])
-                self._leave(number)
+                yield from self._reduce(number)
         for number in root:
-            self._reductions.issue(self._stages[number])
-            self._leave(number)
+            yield from self._reduce(number)
+        yield from self._finish_updates(most=0)
+
+    def _reduce(self, number: int) -> Iterator[_Compute | _Job]:
+        stage = self._stages[number]
+        before = self._updated[-1][1] if self._updated else None
+        if before is not None and not self._reductions.updates:
+            yield before  # on the host, unsharded gradients stay until they are reduced
+        yield from self._finish_updates(most=1)
+        last = self._reductions.issue(stage)
+        if stage.update > 0:
+            self._updated.append((stage, last))
+        self._leave(number)
+
+    def _finish_updates(self, most: int) -> Iterator[_Compute | _Job]:
+        """``Reducer::finish_updates``."""
+        while len(self._updated) > most:
+            stage, last = self._updated.popleft()
+            if last is not None:
+                yield last
+            if not self._reductions.updates:
+                yield _Compute(stage.name, stage.update)
 
     def _forward(self, number: int) -> _Compute:
         return _Compute(self._stages[number].name, self._stages[number].forward)

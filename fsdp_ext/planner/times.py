@@ -17,18 +17,21 @@ class StepCosts:
     """The costs of the parts of a step.
 
     Args:
-        compute: seconds of each unit's forward and backward, by the unit's number.
+        compute: seconds of each unit's forward, backward and, if an attached optimizer updates it,
+            update, by the unit's number.
         link: the link that collectives use.
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of the casts and copies around gathers and around reductions.
         replica_link: the link of all-reduces over replicas, if there are any.
+        updates_on_lane: see :func:`fsdp_ext.planner.schedule.predict`.
     """
 
-    compute: Sequence[tuple[float, float]]
+    compute: Sequence[Sequence[float]]
     link: Link
     contention: float = 0.0
     copies: tuple[float, float] = (0.0, 0.0)
     replica_link: Link | None = None
+    updates_on_lane: bool = False
 
 
 def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> Prediction:
@@ -49,6 +52,7 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         contention=costs.contention,
         packs_ahead=found["packs_ahead"],
         replica_link=costs.replica_link,
+        updates_on_lane=costs.updates_on_lane,
     )
 
 
@@ -73,4 +77,5 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         reduce_messages=bucket["reduce_messages"],
         all_reduce_bytes=sums,
         reduces_in_place=not bucket["needs_reduce_output"],
+        update=sum(sum(costs.compute[number][2:]) for number in units),
     )

@@ -398,8 +398,22 @@ def _attached_to_a_part() -> None:
     for asked, shards in ((None, 2 + 2), (True, 2), (False, 5)):
         planned = plan(model, device_type="cuda", optimizer_attached=asked)
         assert planned.memory.gradients == shards * shard
-    with pytest.raises(NotImplementedError, match="with an attached optimizer yet, which unit '1'"):
-        plan(model, compute={str(number): (1.0, 1.0) for number in range(5)})
+    compute: dict[str, tuple[float, ...]] = {str(number): (1.0, 1.0) for number in range(5)}
+    usual = plan(model, compute=compute, optimizer_attached=False).prediction
+    with pytest.raises(ValueError, match="seconds that the attached optimizer takes for unit '1'"):
+        plan(model, compute=compute)
+    compute |= dict.fromkeys("123", (1.0, 1.0, 10.0))
+    with pytest.raises(ValueError, match="three numbers for '1', which no attached optimizer upd"):
+        plan(model, compute=compute, optimizer_attached=False)
+    on_host, on_gpu = (
+        plan(model, compute=compute, device_type=device).prediction for device in ("cpu", "cuda")
+    )
+    assert usual is not None
+    assert on_host is not None
+    assert on_gpu is not None
+    assert on_host.compute == usual.compute + 30
+    assert on_gpu.wire == pytest.approx(usual.wire + 30)
+    assert on_gpu.compute == usual.compute
 
 
 def test_units_with_an_attached_optimizer_are_planned_so() -> None:
@@ -633,6 +647,12 @@ def _tied() -> nn.Module:
         (on_meta, {"compute": {}, "units": Block}, ValueError, "no seconds of blocks.0"),
         (on_meta, {"compute": {"head": (1, 1)}}, ValueError, "seconds of head, but the units"),
         (on_meta, {"batch": (torch.zeros(2, 16),) * 2}, ValueError, "plan could not count flops"),
+        (
+            on_meta,
+            {"optimizer_attached": True, "flops_per_second": 1e12, "batch": TOKENS},
+            ValueError,
+            "plan cannot predict times without the seconds that the attached optimizer takes",
+        ),
         (on_meta, {"optimizer_attached": "yes"}, TypeError, "optimizer_attached"),
         (
             on_meta,

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
 from support.profiling import LAYERS, UNIT, check_sums, make, train
 
 import fsdp_ext
+from fsdp_ext import Link, Simulated
 from fsdp_ext.optim.flat_step import FlatStep
 from fsdp_ext.profiler.causes import Cause
 from fsdp_ext.profiler.recording import own_compute
@@ -35,9 +37,13 @@ class SlowFlatSGD(FlatStep, SlowSGD):
     """Can be attached."""
 
 
-def _attached(path: Path) -> None:
+def _attached(path: Path, simulates: bool) -> None:
     warnings.simplefilter("ignore")
-    model = make(compute=0.0, bucket_bytes=2 * UNIT)
+    transport = None
+    if simulates:
+        dist.destroy_process_group()
+        transport = Simulated(8, Link("fast", 1e-3, 1e12))
+    model = make(transport, compute=0.0, bucket_bytes=2 * UNIT)
     optimizer = SlowFlatSGD(model.parameters(), lr=0.0)
     optimizer.attach(model)
     train(model, 3)
@@ -69,8 +75,9 @@ def _attached(path: Path) -> None:
     prof.plot(path / f"{prof.rank}.svg")
 
 
-def test_updates_in_backward_are_the_optimizers_time(tmp_path: Path) -> None:
-    run_ranks(_attached, 2, tmp_path)
+@pytest.mark.parametrize("simulates", [False, True])
+def test_updates_in_backward_are_the_optimizers_time(tmp_path: Path, simulates: bool) -> None:
+    run_ranks(_attached, 1 if simulates else 2, tmp_path, simulates)
     events = json.loads((tmp_path / "0.json").read_text())["traceEvents"]
     updates = [event for event in events if event["name"] == "step 2 to 3"]
     assert len(updates) == 2 * STEPS

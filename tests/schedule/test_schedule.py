@@ -188,6 +188,44 @@ def reduced(names: str, **options: Any) -> list[Stage]:
     return [Stage(name, 1, 1, 0, 1, all_reduce_bytes=1, **options) for name in names]
 
 
+def test_updates_run_where_compute_does_or_on_the_lane() -> None:
+    stages = [Stage(name, 1, 1, 0, 1, update=2) for name in "abc"]
+    on_host = predict(None, stages, fixed(1))
+    assert spans(on_host, "reduce") == [("c", 4, 5), ("b", 5, 6), ("a", 8, 9)]
+    assert spans(on_host, "compute")[5:] == [("a", 5, 6), ("c", 6, 8), ("b", 8, 10), ("a", 10, 12)]
+    assert (on_host.step, on_host.compute, on_host.wire) == (12, 12, 3)
+    slow = predict(None, stages, fixed(3))
+    assert spans(slow, "reduce") == [("c", 4, 7), ("b", 7, 10), ("a", 12, 15)]
+    assert spans(slow, "compute")[5:] == [("a", 7, 8), ("c", 10, 12), ("b", 12, 14), ("a", 15, 17)]
+    on_gpu = predict(None, stages, fixed(1), updates_on_lane=True)
+    assert spans(on_gpu, "reduce") == [
+        ("c", 4, 5),
+        ("c", 5, 7),
+        ("b", 7, 8),
+        ("b", 8, 10),
+        ("a", 10, 11),
+        ("a", 11, 13),
+    ]
+    assert (on_gpu.step, on_gpu.compute, on_gpu.wire) == (13, 6, 9)
+    # Compute waits for the update of c before the reduction of a is issued.
+    behind = [Stage("last", 0, 1, 0, 0), *stages]
+    assert spans(predict(None, behind, fixed(1), updates_on_lane=True), "compute")[-1][1:] == (7, 8)
+
+
+def test_updates_follow_all_reduces_on_their_lane() -> None:
+    stages = reduced("abc", update=1)
+    step = predict(None, stages, fixed(1), replica_link=fixed(2), updates_on_lane=True)
+    assert spans(step, "reduce") == [("c", 4, 5), ("b", 5, 6), ("a", 8, 9)]
+    assert spans(step, "all-reduce") == [
+        ("c", 5, 7),
+        ("c", 7, 8),
+        ("b", 8, 10),
+        ("b", 10, 11),
+        ("a", 11, 13),
+        ("a", 13, 14),
+    ]
+
+
 def test_replicas_sum_a_bucket_while_the_next_one_is_reduced() -> None:
     step = predict(None, reduced("abc"), fixed(1), replica_link=fixed(2))
     assert spans(step, "reduce") == [("c", 4, 5), ("b", 5, 6), ("a", 6, 7)]
