@@ -186,18 +186,17 @@ test-ecosystem: $(ECOSYSTEM_VENV)/.ready extension  ## train with transformers, 
 	@# Not in parallel: the tests share one pair of ranks, which imports the libraries once.
 	"$(ECOSYSTEM_BIN)/python" -m pytest tests/ecosystem $(PYTEST_ARGS)
 
+# In the extension's build directory, so that the core is compiled once for both.
 .PHONY: test-cpp
-test-cpp: $(VENV)/.tools  ## run only the C++ tests, and check that the packer is vectorised
+test-cpp: extension  ## run only the C++ tests, and check that the packer is vectorised
 	@echo "=== test: the C++ tests"
-	$(CMAKE) -B build/cpp
-	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS)
-	$(CTEST) --test-dir build/cpp
+	"$(BIN)/cmake" -B "$$(realpath build/latest)" -DFSDP_BUILD_TESTS=ON
+	"$(BIN)/cmake" --build build/latest --parallel $(JOBS)
+	$(CTEST) --test-dir build/latest
 
 .PHONY: check-vectorised
-check-vectorised: $(VENV)/.tools  ## show which of the packer's loops the compiler vectorised
-	$(CMAKE) -B build/cpp
-	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
-	"$(BIN)/python" tools/check_vectorised.py build/cpp csrc/pack/pack_host.cpp \
+check-vectorised: extension  ## show which of the packer's loops the compiler vectorised
+	"$(BIN)/python" tools/check_vectorised.py build/latest csrc/pack/pack_host.cpp \
 		csrc/comm/shared_memory/rank_order_sum.cpp
 
 .PHONY: sanitize sanitize-thread sanitize-address

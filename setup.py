@@ -384,12 +384,17 @@ class CMakeBuild(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         self.copy_file(str(built / "_C.so"), str(target))
         self.copy_file(str(built / BUILD_INFO), str(target.parent / BUILD_INFO))
+        self.built = built
 
     def copy_extensions_to_source(self) -> None:
         """Copy the build info, too, for builds in place and editable ones."""
         super().copy_extensions_to_source()
-        built = Path(self.build_lib) / "fsdp_ext" / BUILD_INFO
-        self.copy_file(str(built), str(ROOT / "fsdp_ext" / BUILD_INFO))
+        info = Path(self.build_lib) / "fsdp_ext" / BUILD_INFO
+        self.copy_file(str(info), str(ROOT / "fsdp_ext" / BUILD_INFO))
+        # The Makefile builds the C++ tests in the same directory.
+        latest = ROOT / "build" / "latest"
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(self.built.name)
 
 
 setup(ext_modules=[Extension(EXTENSION, sources=[])], cmdclass={"build_ext": CMakeBuild})
