@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -110,7 +111,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [*exhaustive(False), True])
 def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: bool) -> None:
     script = SCRIPT.format(fails=fails, directory=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -105,7 +105,7 @@ CASES = [
 ]
 
 
-@each(CASES, quick=(1, 2, 4))
+@each(CASES, quick=(2, 4), more=(1,))
 def test_a_hook_changes_reduced_gradients_as_with_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
 

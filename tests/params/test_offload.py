@@ -89,7 +89,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_offloaded_units_train_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
 

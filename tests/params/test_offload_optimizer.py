@@ -118,7 +118,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_steps_bit_for_bit_as_on_the_device(case: Case, world_size: int) -> None:
     check(case, world_size)
 

@@ -198,7 +198,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES)
+@each(CASES, every=2)
 def test_numbers_do_not_change_with(case: Case, world_size: int) -> None:
     check(case, world_size)
 

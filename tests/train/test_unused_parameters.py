@@ -248,7 +248,7 @@ def run_routed(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(batch(step, rank), (rank + step // 2) % 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"bucket_bytes": 1 << 20}, {"max_message_bytes": 200}],
@@ -283,7 +283,7 @@ def run_recurrent(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(batch(step, rank), (0, (rank + step) % 2))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_a_unit_that_runs_twice_may_use_other_parameters_each_time(transport: str) -> None:
     settings: dict[str, object] = {"bucket_bytes": 0}
     run_ranks(train, 2, transport, Recurrent, run_recurrent, run_recurrent, settings)
@@ -305,7 +305,7 @@ def accumulate(transport: str) -> None:
     compare(model, average_gradients(replicas))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_accumulated_gradients_count_as_used(transport: str) -> None:
     run_ranks(accumulate, 2, transport)
 
@@ -400,7 +400,7 @@ def call(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(step, rank)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_a_unit_that_backward_does_not_reach_sends_zeros_if_asked(transport: str) -> None:
     run_ranks(train, 2, transport, Detached, call, call, {}, True)
 
@@ -515,7 +515,7 @@ def train_frozen_on_one_rank(transport: str) -> None:
     shard(model, transport)(batch(0, 0), [0, 1, 2]).sum().backward()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_a_unit_that_is_frozen_on_one_rank_raises(transport: str) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(train_frozen_on_one_rank, 2, transport, timeout=60)
