@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ def stream_weights(
     model: nn.Module,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    shard: Callable[[str, torch.Size], Any] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the names and whole tensors of a model's state dict.
 
@@ -44,6 +45,9 @@ def stream_weights(
         dtype: the dtype of floating-point tensors; None for that of the sharded parameters. They
             are cast before they are gathered if that makes them smaller.
         device: where the tensors go; None for where each one's shard is.
+        shard: returns which part of a tensor is wanted on this rank, from its name and shape: an
+            index such as ``(slice(0, 8), slice(None))``, or None for the whole tensor. Parts are
+            copies, which keep no whole tensor alive.
 
     Returns:
         Parameters and persistent buffers, with the names of the state dict, unit by unit. A tied
@@ -58,17 +62,22 @@ def stream_weights(
     """
     check_dtype(dtype, "stream_weights")
     to = None if device is None else torch.device(device)
-    return _by_name(model, dtype, to, "stream_weights")
+    return _by_name(model, dtype, to, shard, "stream_weights")
 
 
 def _by_name(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | None, caller: str
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    shard: Callable[[str, torch.Size], Any] | None,
+    caller: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     units = weights_by_unit(model, caller)
     with contextlib.closing(whole_weights(units, dtype, device, caller)) as weights:
         for weight, tensor in weights:
             for name in weight.names:
-                yield name, tensor
+                part = None if shard is None else shard(name, tensor.shape)
+                yield name, tensor if part is None else tensor[part].clone()
             del tensor  # before the next unit's gather needs memory
 
 

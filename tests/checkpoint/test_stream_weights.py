@@ -48,6 +48,35 @@ def test_it_gathers_on_meshes() -> None:
     run_ranks(_has_the_state_dict, 4, WAYS_ON_MESHES)
 
 
+def _half(name: str, shape: torch.Size) -> Any:
+    """Return every second row of a matrix, other ones on each rank; None for the whole tensor."""
+    return (slice(dist.get_rank(), None, 2), slice(None)) if len(shape) == 2 else None
+
+
+def _has_the_wanted_parts() -> None:
+    model, expected = made(WithBuffers, sharded)
+    parts = {name: _half(name, tensor.shape) for name, tensor in expected.items()}
+    assert None in parts.values()
+    wanted = {n: t if parts[n] is None else t[parts[n]] for n, t in expected.items()}
+    got = dict(stream_weights(model, shard=_half))
+    assert_equal(got, wanted)
+    for name, tensor in got.items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes or parts[name] is None
+
+    def fail(name: str, shape: torch.Size) -> Any:
+        if dist.get_rank() == 0:
+            raise KeyError(name)
+
+    try:
+        assert_equal(dict(stream_weights(model, shard=fail)), expected)
+    except KeyError:
+        assert dist.get_rank() == 0
+
+
+def test_each_rank_may_take_a_part_of_each_tensor() -> None:
+    run_ranks(_has_the_wanted_parts, 2)
+
+
 # - Between steps
 
 
