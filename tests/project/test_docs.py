@@ -274,11 +274,12 @@ def test_code_blocks_print_what_the_document_says() -> None:
 
 
 def test_the_readmes_script_and_the_blocks_that_continue_it_run(tmp_path: Path) -> None:
-    [(script, _)] = blocks_of(README)
-    others = [code for document in (TASKS, CHECKPOINTS) for code, _ in blocks_of(document)]
+    (script, _), *continued = blocks_of(README)
+    for document in (TASKS, CHECKPOINTS):
+        continued += blocks_of(document)
     script, last_line, _ = re.split(r"(dist\.destroy_process_group\(\).*\n)$", script)
     assert last_line  # the launcher does that, after the other blocks
-    codes = [script, *others]
+    codes = [script, *(code for code, _ in continued)]
     first, _ = run_ranks(_run_as_torchrun, 2, README, codes, str(tmp_path), fresh=True)
     printed = "".join(first)
     losses = re.findall(r"loss (\S+) to (\S+)", printed)
