@@ -43,8 +43,21 @@ class Box:
         return Part(self.tensor.dtype, tuple(self.tensor.shape), self.whole, self.offset)
 
 
-def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box | None:
+# Where a rank's part lies, by mesh, placements and whole shape: the part's shape, and its offset.
+KnownParts = dict[tuple[object, ...], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def box_of(
+    name: str, tensor: torch.Tensor, rank: int, world_size: int, known: KnownParts | None = None
+) -> Box | None:
     """Return this rank's part of a tensor; None if it has none.
+
+    Args:
+        name: the tensor's, for messages.
+        tensor: the tensor.
+        rank: this rank, among those that have a tensor that is not sharded.
+        world_size: their number.
+        known: what earlier calls found, while their tensors exist. DTensor takes long to tell.
 
     Raises:
         TypeError: if the tensor is of a kind that cannot be saved by its bytes.
@@ -53,13 +66,17 @@ def box_of(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Box |
         _check_plain(name, tensor)
         whole = tuple(tensor.shape)
         return Box(tensor, tensor, whole, (0,) * len(whole), world_size, rank, False)
-    local = tensor.to_local()
+    local = tensor._local_tensor.detach()
     _check_plain(name, local)
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    shape, offset = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+    key = (id(mesh), tensor.placements, whole)
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+    shape, offset = known[key]
     if tuple(local.shape) != tuple(shape) or any(p.is_partial() for p in tensor.placements):
         raise TypeError(
             f"'{name}' has placements {tensor.placements}, and its local part has shape "
@@ -99,8 +116,9 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     returned on all ranks: see :func:`without_others`.
     """
     boxes: dict[str, Box] = {}
+    known: KnownParts = {}
     for number, name in enumerate(sorted(tensors)):
-        box = box_of(name, tensors[name], rank, world_size)
+        box = box_of(name, tensors[name], rank, world_size, known)
         if box is not None and (not box.is_sharded or number % box.copies == box.copy):
             boxes[name] = box
     return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))

@@ -54,10 +54,12 @@ def read(
     checkpoint = Checkpoint(path)
     reader = Reader()
     stored = Stored(path, checkpoint.parts("weights"), checkpoint.aliases(), checkpoint.other())
-    weights, _ = plan_weights(stored, model, reader, strict)
+    wanted = state_dicts.weights_of(model)
+    weights, _ = plan_weights(stored, model, wanted, reader, strict)
     build_optimizer = None
     if optimizers:
-        build_optimizer = _plan_optimizer(checkpoint, model, optimizers, reader)
+        params = state_dicts.parameters_of(model, optimizers, wanted)
+        build_optimizer = _plan_optimizer(checkpoint, params, reader)
     reader.run()
     return Loaded(
         {name: build() for name, build in weights.items()},
@@ -75,7 +77,7 @@ def _plan_tensor(
 ) -> Build:
     """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
-    box = box_of(name, like, 0, 1)
+    box = box_of(name, like, 0, 1, reader.known)
     shape = tuple(like.to_local().shape) if isinstance(like, DTensor) else tuple(like.shape)
     read = torch.empty(shape, dtype=dtype)
     if box is not None and read.numel():
@@ -124,9 +126,16 @@ class Stored:
 
 
 def plan_weights(
-    stored: Stored, model: nn.Module, reader: Reader, strict: bool
+    stored: Stored, model: nn.Module, wanted: dict[str, Any], reader: Reader, strict: bool
 ) -> tuple[dict[str, Build], list[str]]:
     """Plan to read a model's weights.
+
+    Args:
+        stored: the weights that there are.
+        model: the model.
+        wanted: what :func:`state_dicts.weights_of` returned of it.
+        reader: reads them.
+        strict: whether both have to have the same names.
 
     Returns:
         what builds them, by name, and the names of the others. A tied weight may be stored under
@@ -138,7 +147,6 @@ def plan_weights(
     parts, aliases, other = stored.parts, stored.aliases, stored.other
     inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
     names = {*parts, *other, *aliases} - inner
-    wanted = state_dicts.weights_of(model)
     first = aliases_of(model)
     present = {first.get(name, name) for name in wanted if name in names}
     missing = [name for name in wanted if first.get(name, name) not in present]
@@ -181,7 +189,7 @@ def _whole_like(parts: Parts, name: str) -> torch.Tensor:
 
 
 def _plan_optimizer(
-    checkpoint: Checkpoint, model: nn.Module, optimizers: Sequence[Optimizer], reader: Reader
+    checkpoint: Checkpoint, params: dict[str, torch.Tensor], reader: Reader
 ) -> Callable[[], state_dicts.State]:
     if "optimizer" not in checkpoint.files:
         raise ValueError(
@@ -189,7 +197,6 @@ def _plan_optimizer(
             "optimizer=."
         )
     parts = checkpoint.parts("optimizer")
-    params = state_dicts.parameters_of(model, optimizers)
     groups = checkpoint.groups()
     known = {name for group in groups for name in group["names"]}
     unknown = [name for name in params if name not in known]

@@ -16,7 +16,7 @@ from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
 from fsdp_ext.checkpoint.loading import Stored, plan_weights
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Parts, Reader
-from fsdp_ext.checkpoint.state_dicts import set_weights
+from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
 from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 
@@ -52,7 +52,7 @@ def load_pretrained(
         files = open_files(Path(directory))
         parts: Parts = {name: [(file, file.parts[name])] for name, file in files.items()}
         stored = Stored(Path(directory), parts, {}, {})
-        builds, missing = plan_weights(stored, model, reader, strict)
+        builds, missing = plan_weights(stored, model, weights_of(model), reader, strict)
         reader.run()
     set_weights(model, {name: build() for name, build in builds.items()})
     return missing

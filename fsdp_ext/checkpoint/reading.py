@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fsdp_ext.checkpoint.boxes import KnownParts
 from fsdp_ext.checkpoint.directory import INDEX
 from fsdp_ext.checkpoint.saving import FORMAT, digest
 from fsdp_ext.checkpoint.tensor_files import (
@@ -159,9 +160,14 @@ def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
 
 
 class Reader:
-    """Reads boxes of tensors from files, in threads."""
+    """Reads boxes of tensors from files, in threads.
+
+    Attributes:
+        known: for :func:`box_of`.
+    """
 
     def __init__(self) -> None:
+        self.known: KnownParts = {}
         self._jobs: dict[TensorFile, list[Job]] = defaultdict(list)
 
     def add(
@@ -208,9 +214,21 @@ class Reader:
             OSError: the system's own error.
         """
         for file, jobs in self._jobs.items():
-            # The threads end before the file closes. An error cancels the jobs that have not begun.
+            # The threads end before the file closes. They take jobs by themselves, because handing
+            # each small job to a thread would take longer than the job.
             with file, ThreadPoolExecutor(_THREADS) as threads:
-                deque(threads.map(lambda job: job(), jobs), maxlen=0)
+                left = iter(jobs)
+                deque(threads.map(_run, [left] * _THREADS), maxlen=0)
+
+
+def _run(jobs: Iterator[Job]) -> None:
+    """Run the jobs that other threads have not taken. After an error, nobody takes another one."""
+    try:
+        for job in jobs:
+            job()
+    except BaseException:
+        deque(jobs, maxlen=0)
+        raise
 
 
 def _common(

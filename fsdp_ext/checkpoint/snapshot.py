@@ -123,15 +123,18 @@ class Snapshot:
         """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""
         position = 0
         kinds, copies = {}, []
+        views: dict[torch.dtype, torch.Tensor] = {}
         for name, kind in self.kinds.items():
             boxes = {}
             for key, box in kind.boxes.items():
-                nbytes = box.part.nbytes
-                copy = memory[position : position + nbytes].view(box.tensor.dtype)
-                copy = copy.view(box.tensor.shape)
+                dtype, shape = box.tensor.dtype, box.tensor.shape
+                if dtype not in views:
+                    views[dtype] = memory.view(dtype)
+                begin = position // dtype.itemsize
+                copy = views[dtype][begin : begin + shape.numel()].view(shape)
                 copies.append(Copy(key, copy, box.tensor, box.owner, key in kind.stepped))
                 boxes[key] = dataclasses.replace(box, tensor=copy, owner=copy)
-                position += round_up(nbytes, _ALIGNMENT)
+                position += round_up(box.part.nbytes, _ALIGNMENT)
             kinds[name] = dataclasses.replace(kind, boxes=boxes)
         return dataclasses.replace(self, kinds=kinds), copies
 

@@ -126,9 +126,10 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
         optimizer.load_state_dict(loadable)
 
 
-def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
-    """Return the parameters of optimizers by name. States have the same placements."""
-    weights = weights_of(model)
+def parameters_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], weights: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the model's weights that optimizers step, by name."""
     params: dict[str, torch.Tensor] = {}
     for optimizer in optimizers:
         _, names = _state_and_names(model, optimizer)
