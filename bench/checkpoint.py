@@ -2,9 +2,11 @@
 
 Ranks save and load a GPT with AdamW (weights and two moments, float32), in turns, into the same
 directory: fsdp_ext.checkpoint; torch.distributed.checkpoint (DCP), whose async_save runs in a
-thread or in a process; and torch.save of the full state on rank 0. "plain" writes the same bytes in
-large pieces, each rank its own, and reads them. Every write ends with the bytes on the disk (fsync;
-DCP's sync_files), and files are dropped from the page cache before they are read.
+thread or in a process; and torch.save of the full state on rank 0. They export the weights in the
+layout of Hugging Face: fsdp_ext.checkpoint, and safetensors on rank 0 of what get_model_state_dict
+gathers. "plain" writes the same bytes in large pieces, each rank its own, and reads them. Every
+write ends with the bytes on the disk (fsync; DCP's sync_files), and files are dropped from the page
+cache before they are read.
 
 "blocked" is how long the call takes, and "total" ends when the checkpoint is complete. The slowest
 rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how much the
@@ -28,8 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -135,14 +139,35 @@ def save_full(training: Training, place: Path) -> Callable[[], Any]:
     return nothing
 
 
-def save_plain(training: Training, place: Path) -> Callable[[], Any]:
+def write_plain(parts: int, training: Training, place: Path) -> Callable[[], Any]:
+    """Write as many bytes as the parameters (1 part), or these and the moments (3 parts)."""
     place.mkdir(exist_ok=True)
     piece = memoryview(bytearray(os.urandom(1 << 16) * (PIECE >> 16)))
-    remaining = training.nbytes // training.group.size()
+    remaining = parts * 4 * training.parameters // training.group.size()
     with (place / str(dist.get_rank())).open("wb", buffering=0) as file:
         while remaining > 0:
             remaining -= file.write(piece[:remaining])
         os.fsync(file.fileno())
+    dist.barrier(group=training.group)
+    return nothing
+
+
+def export_ours(training: Training, place: Path) -> Callable[[], Any]:
+    # As many files as ranks, each of which writes one.
+    largest = 4 * training.parameters // training.group.size() + (1 << 20)
+    checkpoint.export(training.model, place, largest, process_group=training.group)
+    return nothing
+
+
+def export_full(training: Training, place: Path) -> Callable[[], Any]:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(training.model, options=options)
+    if dist.get_rank() == 0:
+        place.mkdir()
+        save_file(weights, place / "model.safetensors")
+        file = os.open(place / "model.safetensors", os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
     dist.barrier(group=training.group)
     return nothing
 
@@ -209,7 +234,7 @@ def rows_of(
     is_saver = dist.get_rank() < world.size() - 1
     training = Training(config, savers) if is_saver else None
     calls: dict[tuple[str, str], Any] = {
-        ("plain", "save"): save_plain,
+        ("plain", "save"): partial(write_plain, 3),
         (OURS, "save"): save_ours,
         (OURS, "async_save"): save_ours_async,
         ("DCP", "save"): save_dcp,
@@ -219,6 +244,9 @@ def rows_of(
         ("plain", "load"): load_plain,
         (OURS, "load"): load_ours,
         ("DCP", "load"): load_dcp,
+        ("plain", "export"): partial(write_plain, 1),
+        (OURS, "export"): export_ours,
+        ("get_model_state_dict", "export"): export_full,
     }
     results: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in calls}
     steps = []
@@ -229,7 +257,7 @@ def rows_of(
             training.step()
             steps.append(time.perf_counter() - start)
             for (system, action), call in calls.items():
-                place = directory / system
+                place = directory / (f"{system}, exported" if action == "export" else system)
                 if action != "load" and dist.get_rank() == 0:
                     shutil.rmtree(place, ignore_errors=True)
                 elif action == "load":
@@ -288,20 +316,22 @@ def as_rows(
     """Return the rows of one size of model."""
     plain = {
         action: Timing.of([total for _, total, _ in results["plain", action]]).median
-        for action in ("save", "load")
+        for action in ("save", "load", "export")
     }
+    weights = nbytes // 3
     for (system, action), taken in results.items():
         blocked, total, rose = zip(*taken, strict=True)
-        kind = "save" if "save" in action else "load"
+        kind = next(kind for kind in plain if kind in action)
+        moved = weights if kind == "export" else nbytes
         yield {
             "system": system,
             "action": action,
             "device": "cpu",
             "transport": "disk",
-            "bytes": nbytes,
+            "bytes": moved,
             "blocked_us": as_microseconds(Timing.of(blocked)),
             "total_us": as_microseconds(Timing.of(total)),
-            "bytes_per_second": nbytes / Timing.of(total).median,
+            "bytes_per_second": moved / Timing.of(total).median,
             "of_plain": plain[kind] / Timing.of(total).median,
             "memory_bytes": max(rose),
             "step_us": as_microseconds(Timing.of(steps)),

@@ -1,6 +1,6 @@
 """Fails unless GCC for x86-64 vectorised every loop that the speed of host code depends on.
 
-    check_vectorised.py build/latest csrc/pack/pack_host.cpp csrc/comm/shared_memory/rank_order_sum.cpp
+    check_vectorised.py build/cpp csrc/pack/pack_host.cpp csrc/comm/shared_memory/rank_order_sum.cpp
 
 Such a loop stands right below a comment that names it, with the number of its instances for each
 instruction set (csrc/base/instruction_set.h):

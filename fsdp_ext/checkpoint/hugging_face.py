@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext._util.files import write_text
@@ -42,13 +43,13 @@ def export(
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
 
-    All ranks of the default process group call this, and the directory is the same for all. Ranks
-    write the files in turns. A rank needs the memory of two units beside its shards:
-    :func:`stream_weights`. A tied parameter is written once. A model of transformers gets its
-    ``config.json``, too.
+    All ranks call this, and the directory is the same for all. Ranks write the files in turns. A
+    rank needs the memory of two units beside its shards: :func:`stream_weights`. A tied parameter
+    is written once. A model of transformers gets its ``config.json``, too.
 
     An export that is interrupted leaves files with partial names, which the next one removes. An
     older export in the directory is replaced when the new one is written.
@@ -59,6 +60,7 @@ def export(
         max_shard_size: of a file, in bytes or as "5GB" with KB, MB, GB or TB. A larger tensor has
             a file of its own.
         dtype: the dtype of floating-point tensors; None for that of the sharded parameters.
+        process_group: the ranks of the model; all by default.
 
     Raises:
         OSError: if a file cannot be written.
@@ -67,7 +69,7 @@ def export(
         ValueError: if ``max_shard_size`` is no size, or the model has no weights.
     """
     check_dtype(dtype, "export")
-    ranks = Ranks(None)
+    ranks = Ranks(process_group)
     with ranks.together("export"):
         units = weights_by_unit(model, "export")
         stored = _stored_names(model, [weight for unit in units for weight in unit])

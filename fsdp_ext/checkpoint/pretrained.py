@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
@@ -21,19 +22,22 @@ from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 
 def load_pretrained(
-    model: nn.Module, directory: str | os.PathLike[str], strict: bool = True
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """Fill a sharded model from ``model.safetensors``, or the files of its index.
 
-    All ranks of the default process group call this. Each reads the bytes of its own rows, or of a
-    few more if a parameter is not sharded by rows. Values are cast to the model's dtypes. If it
-    raises, it does so on all ranks, and the model is unchanged. Until then a rank has its shards
-    twice.
+    All ranks call this. Each reads the bytes of its own rows, or of a few more if a parameter is
+    not sharded by rows. Values are cast to the model's dtypes. If it raises, it does so on all
+    ranks, and the model is unchanged. Until then a rank has its shards twice.
 
     Args:
         model: with memory, e.g. after ``to_empty``. Buffers that are not saved keep their values.
         directory: where the files are. ``export`` and ``save_pretrained`` write such ones.
         strict: False lets files lack weights of the model, and have others.
+        process_group: the ranks of the model; all by default.
 
     Returns:
         The names of the weights that were not in the files; none if ``strict``.
@@ -46,7 +50,7 @@ def load_pretrained(
             ``strict``, the names in the files are not the model's. A tied weight may have any one
             of its names.
     """
-    ranks = Ranks(None)
+    ranks = Ranks(process_group)
     reader = Reader()
     with ranks.together("load_pretrained"):
         files = open_files(Path(directory))

@@ -29,6 +29,7 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from support.models import Stack, Subject, Transformer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext.checkpoint import (
     disk,
@@ -91,6 +92,23 @@ def test_an_export_has_the_state_dict_and_can_be_loaded(world_size: int, tmp_pat
 
 def test_they_do_so_on_meshes(tmp_path: Path) -> None:
     run_ranks(_goes_there_and_back, 4, tmp_path, WAYS_ON_MESHES)
+
+
+def _goes_there_and_back_on_some_ranks(directory: Path) -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model, expected = made(Stack, partial(sharded, mesh=mesh))
+    export(model, directory, process_group=group)
+    assert_equal(state_in(directory), expected)
+    other = sharded(Stack(), mesh=mesh)
+    assert load_pretrained(other, directory, process_group=group) == []
+    assert_equal(values_of(other), expected)
+
+
+def test_some_ranks_may_export_and_load(tmp_path: Path) -> None:
+    run_ranks(_goes_there_and_back_on_some_ranks, 3, tmp_path)
 
 
 # - Files
