@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fsdp_ext.optim.flat_step import FlatStep
@@ -17,7 +19,27 @@ class Adam(FlatStep, torch.optim.Adam):
 
 
 class SGD(FlatStep, torch.optim.SGD):
-    """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter."""
+    """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
+
+    A parameter may get its first gradient after others, also if ``fused`` is true.
+    """
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
+        found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
+        # PyTorch's fused code takes either no momentum of a group, in its first step, or all.
+        if group["fused"] and 0 < sum(each is None for each in momentums) < len(momentums):
+            if group["dampening"] != 0:
+                raise RuntimeError(
+                    "fsdp_ext.optim.SGD got the first gradient of a parameter in a later step than "
+                    "that of others, with dampening, which PyTorch's fused code cannot step. Pass "
+                    "foreach=True."
+                )
+            # Without dampening, a first step equals one from a momentum of 0.
+            momentums[:] = [
+                torch.zeros_like(param) if each is None else each
+                for param, each in zip(params, momentums, strict=True)
+            ]
+        return found
 
 
 class Muon(MuonStep):

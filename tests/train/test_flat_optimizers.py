@@ -97,6 +97,11 @@ def by_closure(run: Run, step: int) -> tuple[Tensor, ...]:
     return (loss,)
 
 
+def drop_first_gradients(run: Run, step: int) -> None:
+    for param in list(run.parameters.values())[: 2 - step]:
+        param.grad = None
+
+
 def drop_some_gradients(run: Run, step: int) -> None:
     """Drop gradients of other parameters in each step, so that their counts of steps differ."""
     for index, parameter in enumerate(run.model.parameters()):
@@ -157,6 +162,9 @@ CASES = [
     Case("parameters without a gradient by turns", Stack,
          step=partial(train_step, before_step=drop_some_gradients),
          optimizer=FOREACH),
+    Case("first gradients in a later step", Stack, fsdp2=ROUNDED, unsharded=ROUNDED,
+         optimizer=partial(SGD, lr=0.05, momentum=0.9),
+         step=partial(train_step, before_step=drop_first_gradients)),
     Case("gradients of their own", Stack, optimizer=FOREACH,
          step=partial(train_step, before_step=replace_some_gradients)),
     Case("a scheduler", Stack, step=scheduled, optimizer=FOREACH),
@@ -525,6 +533,26 @@ def _an_optimizer_is_copied() -> None:
 )
 def test_flat_optimizers_pass_for_torchs(work: Callable[[], None]) -> None:
     run_ranks(work, 2)
+
+
+def test_sgd_may_get_first_gradients_later_as_torchs_without_fused_code() -> None:
+    pairs = []
+    for make in (SGD, torch.optim.SGD):
+        torch.manual_seed(0)
+        params = [torch.randn(4, requires_grad=True) for _ in range(2)]
+        optimizer = make(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+        for step in range(3):
+            for param in params[: 1 + step]:
+                param.grad = torch.randn(4)
+            optimizer.step()
+        pairs.append(params)
+    torch.testing.assert_close(*pairs)
+    damped = SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
+    params[1].grad = None
+    damped.step()
+    params[1].grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"first gradient .* with dampening.* Pass foreach=True"):
+        damped.step()
 
 
 # - Clipping
