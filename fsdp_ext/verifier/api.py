@@ -31,7 +31,6 @@ from fsdp_ext.verifier.arguments import (
     resolve_ranks,
 )
 from fsdp_ext.verifier.checks import Site
-from fsdp_ext.verifier.peers import Peers
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check, Verification
 from fsdp_ext.verifier.subject import Subject
@@ -146,7 +145,7 @@ def verify(
 
 
 def _in_group(subject: Subject, mesh: DeviceMesh) -> list[Check]:
-    site = Site(subject, Peers(), mesh)
+    site = Site(subject, mesh)
     checks.check_same_parameters(site)
     checks.check_first_loss(site)
     return list(checks.run_checks(site, checks.ALL))
@@ -157,14 +156,14 @@ def _in_this_process(subject: Subject, size: int) -> list[Check]:
 
     def on_thread(_rank: int, _turns: Turns) -> list[Check]:
         mesh = init_device_mesh("cpu", (size,))
-        site = Site(subject, Peers(may_differ=False), mesh)
+        site = Site(subject, mesh, may_differ=False)
         checks.check_first_loss(site)
         return list(checks.run_checks(site, checks.ALL))
 
     found = run_in_turns(on_thread, size)[0]
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
-        site = Site(subject, Peers(), init_device_mesh("cpu", (1,)))
+        site = Site(subject, init_device_mesh("cpu", (1,)))
         return [*found, *checks.run_checks(site, checks.WITH_STREAMS)]
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_ext._util.losses import check_loss
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.comparison import Comparison
-from fsdp_ext.verifier.peers import Peers
+from fsdp_ext.verifier.peers import exchange, gather
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check
 from fsdp_ext.verifier.steps import Trainee, Way, rows_of, train_beside
@@ -30,17 +31,18 @@ class Site:
 
     Args:
         subject: the subject of the check.
-        peers: the ranks.
-        mesh: the mesh of these ranks, to shard over.
+        mesh: the mesh of the ranks, to shard over.
+        may_differ: whether ranks may use different units in a step. False if ranks are threads:
+            both lanes then share one group (Note [inline groups]).
     """
 
     subject: Subject
-    peers: Peers
     mesh: DeviceMesh
+    may_differ: bool = True
 
     def beside(self, way: Way) -> Comparison:
         """Train an unsharded and a sharded copy side by side."""
-        return train_beside(self.subject, self.peers, self.mesh, way)
+        return train_beside(self.subject, self.mesh, way)
 
     def twice(self, make: Callable[[], nn.Module], *ways: Way) -> Comparison:
         """Train two copies in two ways, and compare them."""
@@ -53,7 +55,7 @@ class Site:
                     seen += [*trainee.step(), *_state_of(trainee.model)]
                     trainee.update()
             runs.append(seen)
-        comparison = Comparison(self.peers)
+        comparison = Comparison()
         for (name, first), (_, second) in zip(*runs, strict=True):
             comparison.add(name, "the second run", first, second)
         comparison.conclude()
@@ -85,7 +87,7 @@ def _attempt(name: str, check: Callable[[Site], Comparison], site: Site) -> tupl
     except Exception as raised:
         # The text alone: a traceback would keep the copies alive.
         error = f"{type(raised).__name__}: {raised}"
-    errors = site.peers.exchange(error)
+    errors = exchange(error)
     for rank, text in enumerate(errors):
         if text is not None:
             return Check(name, False, f"rank {rank} raised {text}"), True
@@ -128,10 +130,9 @@ def disturbed(site: Site) -> Comparison:
 def unused(site: Site) -> Comparison:
     """Cut a unit off the loss, on every second rank if ranks may differ."""
     prepare = _cutting(_cuttable_unit(site))
-    peers = site.peers
-    if peers.rank % 2 == 0 and peers.size > 1 and peers.may_differ:
+    if dist.get_rank() % 2 == 0 and dist.get_world_size() > 1 and site.may_differ:
         prepare = no_preparation
-    return site.beside(Way(prepare, Disturbance(), reaches_all=not peers.may_differ))
+    return site.beside(Way(prepare, Disturbance(), reaches_all=not site.may_differ))
 
 
 def two_forwards(site: Site) -> Comparison:
@@ -194,7 +195,7 @@ def _cuttable_unit(site: Site) -> str:
     if not names:
         raise _NotTried("the model is one unit")
     with random_state_kept():
-        answers = site.peers.exchange([_can_be_cut(site, name) for name in names])
+        answers = exchange([_can_be_cut(site, name) for name in names])
     for number, name in enumerate(names):
         if all(answer[number] for answer in answers):
             return name
@@ -233,9 +234,9 @@ def check_same_parameters(site: Site) -> None:
     Raises:
         ValueError: if names, shapes, dtypes or values differ.
     """
-    comparison = Comparison(site.peers)
+    comparison = Comparison()
     params = dict(site.subject.model.named_parameters())
-    kinds = site.peers.exchange([(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()])
+    kinds = exchange([(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()])
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
             different = [a for a, b in zip(kind, kinds[0], strict=False) if a != b]
@@ -244,7 +245,7 @@ def check_same_parameters(site: Site) -> None:
                 f"{(different or [*kind, *kinds[0]])[0]} on. Make the same model on all ranks."
             )
     for name, param in params.items():
-        of_first = site.peers.gather(param.detach().to(site.subject.device))[0]
+        of_first = gather(param.detach().to(site.subject.device))[0]
         comparison.add(name, "the parameter", of_first, param.detach().to(of_first.device))
     comparison.conclude()
     found = comparison.difference
@@ -271,7 +272,7 @@ def check_first_loss(site: Site) -> None:
             Trainee(checked.plain(), checked, Way()).step()
         except Exception as raised:
             error = raised
-    texts = site.peers.exchange(None if error is None else f"{type(error).__name__}: {error}")
+    texts = exchange(None if error is None else f"{type(error).__name__}: {error}")
     try:
         if error is not None:
             raise error

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ext.verifier.peers import Peers
+from fsdp_ext.verifier.peers import exchange
 
 
 def difference(
@@ -79,7 +80,6 @@ class Comparison:
     """Collects the differences that this rank sees, and finds the first one of all ranks.
 
     Attributes:
-        peers: all ranks.
         when: ends the message, for example the number of the step.
         difference: the first difference of the lowest rank, with the name of the first parameter
             or buffer that differs, if any does; None if everything was equal.
@@ -88,8 +88,7 @@ class Comparison:
         transport: the transport of the collectives; empty if none ran.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self) -> None:
         self.when = ""
         self.difference: Difference | None = None
         self.values = 0
@@ -116,7 +115,7 @@ class Comparison:
         text = difference(expected, seen, bound, equal_nan=True)
         if text:
             what = f"{what} {text}{self.when}"
-            self._found.append(Difference(self._place, self.peers.rank, name, what, of_model))
+            self._found.append(Difference(self._place, dist.get_rank(), name, what, of_model))
 
     def add_all(
         self, expected: Iterable[tuple[str, Tensor]], seen: Iterable[tuple[str, Tensor]]
@@ -133,7 +132,7 @@ class Comparison:
         ]
         of_any, of_models = (
             [each for each in of_ranks if each is not None]
-            for of_ranks in zip(*self.peers.exchange(own), strict=True)
+            for of_ranks in zip(*exchange(own), strict=True)
         )
         if not of_any:
             return False

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp_ext.sharding.params.sharded_param import ShardedParam
 from fsdp_ext.sharding.root.root import Root
-from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.verifier.turns import rank_order_sum
 
 _WIDE = (torch.float32, torch.float64)
@@ -48,20 +46,14 @@ class Reduction:
     @classmethod
     def by_parameter(cls, root: Root) -> dict[nn.Parameter, Reduction]:
         """Return how each sharded parameter's gradient is reduced."""
-        return {
-            param.sharded: cls._of(unit, param, root)
-            for unit in root.units
-            for param in unit.params
-            if param.requires_grad
-        }
-
-    @classmethod
-    def _of(cls, unit: Unit, param: ShardedParam, root: Root) -> Reduction:
-        _, reduce_dtype = unit.grad_dtypes()
-        is_exact = _is_exact(root, reduce_dtype)
-        return cls(
-            *unit.gradient_scales(reduce_dtype), reduce_dtype, unit.grad_dtype(param), is_exact
-        )
+        found = {}
+        for unit in root.units:
+            _, dtype = unit.grad_dtypes()
+            scales, is_exact = unit.gradient_scales(dtype), _is_exact(root, dtype)
+            for param in unit.params:
+                if param.requires_grad:
+                    found[param.sharded] = cls(*scales, dtype, unit.grad_dtype(param), is_exact)
+        return found
 
     def result(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Return the gradient after the reduction; a rank without one counts as zero."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from fsdp_ext.sharding.root.module_state import unit_of
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.comparison import Comparison
 from fsdp_ext.verifier.numbers import Reduction
-from fsdp_ext.verifier.peers import Peers
+from fsdp_ext.verifier.peers import exchange, gather
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.subject import LR, Preparation, Subject, computing_in, no_preparation
 
@@ -93,15 +94,15 @@ class Trainee:
         optimizer.zero_grad()
 
 
-def train_beside(subject: Subject, peers: Peers, mesh: DeviceMesh, way: Way) -> Comparison:
+def train_beside(subject: Subject, mesh: DeviceMesh, way: Way) -> Comparison:
     """Train an unsharded copy beside a sharded one, and compare them after each step."""
-    weight = 1 + peers.rank % 4 / 4  # exact in every dtype
+    weight = 1 + dist.get_rank() % 4 / 4  # exact in every dtype
     plain = Trainee(subject.plain(way.prepare), subject, way, weight)
     sharded = Trainee(subject.sharded(mesh, way.prepare), subject, way, weight)
     if not way.reaches_all:
         model: Any = sharded.model
         model.set_reduce_scatter_unused_params(True)
-    comparison = Comparison(peers)
+    comparison = Comparison()
     for step in range(1, way.steps + 1):
         with random_state_kept():
             expected = plain.step()
@@ -134,9 +135,7 @@ def _compare_gradients(
     """Compare averaged gradients, and give them to the unsharded copy."""
     reductions = Reduction.by_parameter(_root_of(sharded))
     params = dict(plain.named_parameters())
-    dtypes = comparison.peers.exchange(
-        {name: p.grad.dtype for name, p in params.items() if p.grad is not None}
-    )
+    dtypes = exchange({name: p.grad.dtype for name, p in params.items() if p.grad is not None})
     for name, shard in sharded.named_parameters():
         param = params[name]
         if not shard.requires_grad or shard not in reductions:
@@ -174,7 +173,7 @@ def _compare_gradient(
     """
     dtype = next(iter(users.values()))
     own = param.grad if param.grad is not None else torch.zeros_like(param, dtype=dtype)
-    gathered = comparison.peers.gather(own)
+    gathered = gather(own)
     gradients = [g if rank in users else None for rank, g in enumerate(gathered)]
     result = reduction.result(gradients, param)
     seen = None if shard.grad is None else rows_of(shard.grad)

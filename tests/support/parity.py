@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext.verifier.comparison import difference
-from fsdp_ext.verifier.peers import Peers
+from fsdp_ext.verifier.peers import gather
 from fsdp_ext.verifier.subject import cast_floating
 from fsdp_ext.verifier.turns import rank_order_sum
 from support.launcher import run_ranks
@@ -396,7 +396,7 @@ class Unsharded(Run):
         if dist.get_world_size() > 1 and gradients:
             # Scaled first, because a sum in float16 could overflow.
             own = torch.cat([g.reshape(-1) for g in averages]) / dist.get_world_size()
-            parts = rank_order_sum(Peers().gather(own)).split([g.numel() for g in gradients])
+            parts = rank_order_sum(gather(own)).split([g.numel() for g in gradients])
             averages = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
         return [a.to(g.dtype) for a, g in zip(averages, gradients, strict=True)]
 

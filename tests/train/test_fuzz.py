@@ -35,7 +35,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext.verifier.checks import Disturbance
-from fsdp_ext.verifier.peers import Peers
 from fsdp_ext.verifier.steps import Way, train_beside
 from fsdp_ext.verifier.subject import Subject
 
@@ -110,7 +109,7 @@ def train(case: dict[str, Any]) -> str:
     disturbance = Disturbance()
     way = Way(disturbance.watch, disturbance, case["forwards"], steps=3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    compared = train_beside(subject, Peers(), mesh, way)
+    compared = train_beside(subject, mesh, way)
     return "" if compared.difference is None else compared.difference.what
 
 
