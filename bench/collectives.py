@@ -35,7 +35,7 @@ from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import operands_in_rotation
 from fsdp_ext import _C
-from fsdp_ext.comm.lanes import lanes_of, nccl_lanes_with
+from fsdp_ext.comm.lanes import lanes_of, nccl_lanes
 from fsdp_ext.comm.measure_link import mean_seconds
 from fsdp_ext.comm.nccl_settings import POLICIES, describe_lane, nccl_settings
 
@@ -207,9 +207,7 @@ def systems(device: torch.device) -> tuple[dict[str, System], dict[str, str]]:
         has_policies = torch.cuda.nccl.version() >= (2, 28)
         for settings in SETTINGS if has_policies else SETTINGS[:1]:
             both = replace(nccl_settings(), gather=settings, reduce=settings)
-            found[f"ours (nccl, {describe_lane(settings)})"] = ours(
-                nccl_lanes_with(group, device, both)
-            )
+            found[f"ours (nccl, {describe_lane(settings)})"] = ours(nccl_lanes(group, device, both))
         found["torch nccl"] = torchs()
         try:
             found["NCCL through CuPy"] = raw_nccl()

@@ -41,7 +41,7 @@ from fsdp_ext import fully_shard
 from fsdp_ext.comm.fit import fit
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link
-from fsdp_ext.comm.measure_link import OPERATIONS, link_of
+from fsdp_ext.comm.measure_link import OPERATIONS
 from fsdp_ext.comm.measure_link import measure as measure_link
 from fsdp_ext.profiler.recording import Iteration, copy_rates, wire_seconds
 
@@ -214,8 +214,9 @@ def measured_link(transport: str, repeats: int) -> Link:
     assert dist.group.WORLD is not None
     device = torch.device("cpu")
     samples = measure_link(lanes_of(dist.group.WORLD, device, transport), device, repeats)
-    fits = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
-    return link_of(f"{transport}, measured", *fits)
+    gather, reduce = (fit([s for s in samples if s.operation == name]) for name in OPERATIONS)
+    name = f"{transport}, measured"
+    return Link(name, gather.alpha, gather.beta, reduce.alpha, reduce.beta)
 
 
 def predicted(

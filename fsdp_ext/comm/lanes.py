@@ -80,21 +80,13 @@ def lanes_of(
             settings = nccl_settings()
             if between_replicas:
                 settings = settings.between_replicas()
-            lanes = _nccl_lanes(group, device, at_once, settings)
+            lanes = nccl_lanes(group, device, settings, at_once)
         else:
             lanes = _host_lanes(group, device, transport)
         record_flights(lanes, group, ranks)
         log_choice(lanes, group)
         of_group[key] = lanes
     return of_group[key]
-
-
-def nccl_lanes_with(
-    group: dist.ProcessGroup, device: torch.device, settings: NcclSettings
-) -> _C.Lanes:
-    """Return lanes over NCCL that belong to the caller alone. All ranks call this together."""
-    _clear_at_exit()
-    return _nccl_lanes(group, device, at_once=2, settings=settings)
 
 
 def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:
@@ -118,11 +110,11 @@ def _exchange(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
     return [together[start : start + size] for start in range(0, len(together), size)]
 
 
-# For each process group, this rank's subgroups, by their ranks.
-_Ranks = tuple[int, ...]
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Ranks, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+# For each process group, this rank's further groups: subgroups by their ranks, and groups of the
+# same ranks by their only user.
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...] | str, dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def add_group_lanes(
@@ -257,12 +249,6 @@ def _new_group(
     return made
 
 
-# For each process group, further groups of the same ranks. The key names the only user.
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> dist.ProcessGroup:
     """Return a group of the same ranks for ``user`` alone: Note [private groups].
 
@@ -279,7 +265,7 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, user: str) -> d
     """
     if is_inline(group):
         return group
-    made = _beside.setdefault(group, {})
+    made = _groups.setdefault(group, {})
     if user not in made:
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
         made[user] = _new_group(ranks, timeout_of(group, device), backend, user, user)
@@ -376,10 +362,10 @@ def _simulated_lanes(
     )
 
 
-def _nccl_lanes(
-    group: dist.ProcessGroup, device: torch.device, at_once: int, settings: NcclSettings
+def nccl_lanes(
+    group: dist.ProcessGroup, device: torch.device, settings: NcclSettings, at_once: int = 2
 ) -> _C.Lanes:
-    """Make the lanes of a GPU, over NCCL communicators of their own.
+    """Make the lanes of a GPU, over NCCL communicators of their own. All ranks call this together.
 
     Rank 0 makes the unique id and sends it through the group's store.
     """

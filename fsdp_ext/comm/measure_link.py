@@ -33,19 +33,6 @@ SIZES = [2**k for k in range(14, 27)]
 _STRIDE = 7
 
 
-def link_of(name: str, gather: Fit, reduce: Fit, ranks: int = 0, source: str = "") -> Link:
-    """Return a link from the fits of all-gathers and of reduce-scatters."""
-    return Link(
-        name,
-        alpha=gather.alpha,
-        beta=gather.beta,
-        reduce_alpha=reduce.alpha,
-        reduce_beta=reduce.beta,
-        ranks=ranks,
-        source=source,
-    )
-
-
 def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]:
     """Time both operations at all sizes. All ranks of the default group call this together.
 
@@ -187,8 +174,15 @@ def _measure_and_print(
     fits = {operation: fit(_of(samples, operation, held_out=False)) for operation in OPERATIONS}
     gather, reduce = (fits[operation] for operation in OPERATIONS)
     ranks = dist.get_world_size()
-    source = "measured by python -m fsdp_ext measure-link"
-    link = link_of(f"{lanes.transport}, {ranks} ranks", gather, reduce, ranks, source)
+    link = Link(
+        f"{lanes.transport}, {ranks} ranks",
+        alpha=gather.alpha,
+        beta=gather.beta,
+        reduce_alpha=reduce.alpha,
+        reduce_beta=reduce.beta,
+        ranks=ranks,
+        source="measured by python -m fsdp_ext measure-link",
+    )
     print(f"{link.name}, fp32 on {device.type}")
     print("\n".join(report(samples, fits)))
     if path is not None:

@@ -17,12 +17,10 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fsdp_ext.comm.costs import typical_replica_link
-from fsdp_ext.comm.fit import Fit, Sample, fit
+from fsdp_ext.comm.fit import Sample, fit
 from fsdp_ext.comm.link import Link
-from fsdp_ext.comm.measure_link import link_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.times import StepCosts
 from fsdp_ext.profiler.api import profile
@@ -104,19 +102,24 @@ def _links(root: Root, seconds: Seconds, one_wire: bool) -> tuple[Link, Link | N
         between = None if replicas is None else transport.between_replicas().link
         return transport.link.over(transport.shards), between
     gather, reduce = root.link.costs()
-    fits = _fit(seconds, "gather", gather), _fit(seconds, "reduce", reduce)
-    name = "{}, measured in steps"
-    link = replace(link_of(name.format(root.lanes.transport), *fits), one_wire=one_wire)
+    link = Link(
+        f"{root.lanes.transport}, measured in steps",
+        *_fit(seconds, "gather", gather),
+        *_fit(seconds, "reduce", reduce),
+        one_wire=one_wire,
+    )
     if replicas is None:
         return link, None
     typical = typical_replica_link(
         replicas.transport, transport, first.world_size, first.replicas
     ).costs()[1]
     summed = _fit(seconds, "all-reduce", typical, times=2)  # alpha + 2 S / beta
-    return link, link_of(name.format(replicas.transport), summed, summed)
+    return link, Link(f"{replicas.transport}, measured in steps", *summed)
 
 
-def _fit(seconds: Seconds, lane: str, typical: tuple[float, float], times: int = 1) -> Fit:
+def _fit(
+    seconds: Seconds, lane: str, typical: tuple[float, float], times: int = 1
+) -> tuple[float, float]:
     """Fit alpha and beta to the collectives of a lane, or else scale the ``typical`` ones."""
     samples = [
         Sample(lane, times * nbytes, taken)
@@ -125,12 +128,13 @@ def _fit(seconds: Seconds, lane: str, typical: tuple[float, float], times: int =
     ]
     alpha, beta = typical
     if not samples:
-        return Fit(alpha, beta, residual=0.0)
+        return typical
     sizes = [sample.nbytes for sample in samples]
     if max(sizes) >= 2 * min(sizes):
         try:
-            return fit(samples)
+            fitted = fit(samples)
+            return fitted.alpha, fitted.beta
         except ValueError:  # larger collectives took no longer
             pass
     ratio = statistics.median(one.seconds / (alpha + one.nbytes / beta) for one in samples)
-    return Fit(alpha * ratio, beta / ratio, residual=0.0)
+    return alpha * ratio, beta / ratio

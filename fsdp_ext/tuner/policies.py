@@ -13,7 +13,7 @@ import torch
 
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
-from fsdp_ext.comm.lanes import nccl_lanes_with, nccl_libraries
+from fsdp_ext.comm.lanes import nccl_lanes, nccl_libraries
 from fsdp_ext.comm.measure_link import mean_seconds
 from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
@@ -122,7 +122,7 @@ def _make_lanes(
         gather=now.gather | {"cta_policy": POLICIES[gather]},
         reduce=now.reduce | {"cta_policy": POLICIES[reduce]},
     )
-    lanes = nccl_lanes_with(first.ranks.group, first.device, settings)
+    lanes = nccl_lanes(first.ranks.group, first.device, settings)
     whole = part * first.world_size
     calls: list[Callable[[], Any]] = []
     for lane, call, sizes in (

@@ -445,13 +445,11 @@ def test_time_on_a_wire_that_both_lanes_share_counts_half() -> None:
 def test_a_link_is_fitted_to_collectives_of_unlike_sizes_or_scaled_to_those_of_one() -> None:
     typical = (1e-5, 1e10)
     fitted = _fit({("gather", n): 2e-3 + n / 1e9 for n in (10**6, 10**7)}, "gather", typical)
-    assert fitted.alpha == pytest.approx(2e-3)
-    assert fitted.beta == pytest.approx(1e9)
+    assert fitted == pytest.approx((2e-3, 1e9))
     taken = 3 * (1e-5 + 10**6 / 1e10)
     scaled = _fit({("gather", 10**6): taken, ("reduce", 10**8): 9.0}, "gather", typical)
-    assert scaled.predict(10**6) == pytest.approx(taken)
-    assert scaled.alpha == pytest.approx(3e-5)
-    assert _fit({}, "gather", typical).beta == typical[1]  # a single rank gathers nothing
+    assert scaled == pytest.approx((3e-5, 1e10 / 3))
+    assert _fit({}, "gather", typical) == typical  # a single rank gathers nothing
 
 
 def test_the_best_predictions_of_several_bucket_sizes_race() -> None:
