@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-
-from fsdp_ext import _C
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # The lane whose streams run each kind of work. All other work is on the compute stream. With
 # replicas, "finish reduction" and "update" are on the lane "all-reduce": Iteration.lane_of.
@@ -175,32 +174,27 @@ def copy_rates(iterations: Sequence[Iteration]) -> tuple[float, float]:
     return rate("gather"), rate("reduce")
 
 
-# The attributes of the ledger's spans have the same names.
-_FIELDS = tuple(each.name for each in fields(Span))
-
-
-def _span(timed: _C.TimedSpan) -> Span:
-    return Span(**{name: getattr(timed, name) for name in _FIELDS})
-
-
-def read_iterations(raw: Sequence[_C.IterationTimes], end: float) -> list[Iteration]:
+def read_iterations(
+    raw: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], end: float
+) -> list[Iteration]:
     """Return the iterations in the result of ``_C.TorchRoot.take_times``.
 
     Iterations that an exception ended are left out.
 
     Args:
-        raw: the iterations as ``take_times`` returned them.
+        raw: the number of each iteration and the fields of its spans, as ``take_times`` returned
+            them.
         end: when the last iteration ended, in seconds of ``time.monotonic()``.
     """
     whole: list[tuple[int, tuple[Span, ...]]] = []
-    for times in raw:
-        spans = tuple(_nested([_span(timed) for timed in times.spans]))
+    for number, timed in raw:
+        spans = tuple(_nested([Span(**fields) for fields in timed]))
         if all(span.end > 0 for span in spans) and any(span.work == "forward" for span in spans):
-            whole.append((times.number, spans))
+            whole.append((number, spans))
     begins = {
         number: next(s.begin for s in spans if s.work == "forward") for number, spans in whole
     }
-    last = max((times.number for times in raw), default=0)
+    last = max((number for number, _ in raw), default=0)
     result = []
     for number, spans in whole:
         own_end = max(span.end for span in spans)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fsdp_ext.profiler.recording import (
@@ -32,19 +31,6 @@ def _row_of(span: Span) -> str:
     return "compute" if span.work in (*COMPUTE, *WAITS, "step") else "passes"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of a rank's events in a trace.
-
-    Args:
-        process: the process's number.
-        start: the time of 0 microseconds, in seconds of ``time.monotonic()``.
-    """
-
-    process: int
-    start: float
-
-
 def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str, Any]:
     """Return a profile in Chrome's trace event format, which Perfetto reads.
 
@@ -58,17 +44,16 @@ def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str
         beside: a trace of torch.profiler, whose events and time axis the result has, too.
     """
     events: list[dict[str, Any]] = []
-    start = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
+    begin = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
+    # The time of 0 microseconds, and the number of rank 0's process.
+    start, first = (begin, 0) if beside is None else (beside.start, beside.free_process)
     for rank, iterations in recording.ranks.items():
-        place = _Place(rank, start)
-        if beside is not None:
-            place = _Place(beside.free_process + rank, beside.start)
         works = {span.work for iteration in iterations for span in iteration.spans}
         rows = [row for row in _ROWS if row not in _OPTIONAL or row in works]
-        events += _headings(place.process, f"rank {rank}, {recording.transport}", rows)
+        events += _headings(first + rank, f"rank {rank}, {recording.transport}", rows)
         for iteration in iterations:
             for number, span in enumerate(iteration.spans):
-                event = _event(recording, place, iteration.number, span)
+                event = _event(recording, first + rank, iteration.number, span, start)
                 event["args"] |= _since_reduction(iteration, span)
                 if rank == recording.rank:
                     event["args"] |= _lateness(recording, iteration, number)
@@ -114,7 +99,9 @@ def _since_reduction(iteration: Iteration, span: Span) -> dict[str, Any]:
     return {"after its reduction (us)": round((span.begin - max(ends)) * 1e6, 1)}
 
 
-def _event(recording: Recording, place: _Place, step: int, span: Span) -> dict[str, Any]:
+def _event(
+    recording: Recording, process: int, step: int, span: Span, start: float
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {"step": step, "phase": span.phase}
     if span.nbytes:
         arguments |= {
@@ -127,9 +114,9 @@ def _event(recording: Recording, place: _Place, step: int, span: Span) -> dict[s
         "ph": "X",
         "name": what if span.first < 0 else f"{what} {recording.name_of(span.units)}",
         "cat": span.work,
-        "pid": place.process,
+        "pid": process,
         "tid": _ROWS.index(_row_of(span)),
-        "ts": round((span.begin - place.start) * 1e6, 3),
+        "ts": round((span.begin - start) * 1e6, 3),
         "dur": round(span.seconds * 1e6, 3),
         "args": arguments,
     }

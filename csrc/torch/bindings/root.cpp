@@ -83,33 +83,44 @@ void keep_times(TorchRoot& root, std::size_t iterations) {
   pipeline.ledger().keep_times(iterations, moments_of(pipeline.buckets()), drained);
 }
 
-// Returns the iterations, and how many earlier ones were overwritten.
-std::pair<std::vector<IterationTimes>, std::uint64_t> take_times(TorchRoot& root) {
-  Ledger& ledger = root.pipeline().ledger();
-  const std::uint64_t lost = ledger.lost_iterations();
-  const py::gil_scoped_release no_gil;
-  synchronize(root);
-  return {ledger.take_times(), lost};
+// Span in fsdp_ext/profiler/recording.py describes these fields. Times are 0 if there is none.
+py::dict describe(const TimedSpan& timed) {
+  py::dict result;
+  result["work"] = name_of(timed.span.work);
+  result["phase"] = name(timed.span.phase);
+  result["first"] = timed.span.units.first;
+  result["last"] = timed.span.units.last;
+  result["nbytes"] = timed.collective.bytes;
+  result["begin"] = timed.begin;
+  result["end"] = timed.end;
+  result["issued"] = timed.issued;
+  result["refused"] = timed.refused;
+  result["possible"] = timed.possible;
+  result["lead"] = timed.lead;
+  result["on_demand"] = timed.collective.issue.on_demand;
+  return result;
 }
 
-void register_times(py::module_& m) {
-  py::class_<TimedSpan>(m, "TimedSpan")
-      .def_property_readonly("work", [](const TimedSpan& t) { return name_of(t.span.work); })
-      .def_property_readonly("phase", [](const TimedSpan& t) { return name(t.span.phase); })
-      .def_property_readonly("first", [](const TimedSpan& t) { return t.span.units.first; })
-      .def_property_readonly("last", [](const TimedSpan& t) { return t.span.units.last; })
-      .def_property_readonly("nbytes", [](const TimedSpan& t) { return t.collective.bytes; })
-      .def_readonly("begin", &TimedSpan::begin)
-      .def_readonly("end", &TimedSpan::end)
-      .def_readonly("issued", &TimedSpan::issued)
-      .def_readonly("refused", &TimedSpan::refused)
-      .def_readonly("possible", &TimedSpan::possible)
-      .def_readonly("lead", &TimedSpan::lead)
-      .def_property_readonly("on_demand",
-                             [](const TimedSpan& t) { return t.collective.issue.on_demand; });
-  py::class_<IterationTimes>(m, "IterationTimes")
-      .def_readonly("number", &IterationTimes::number)
-      .def_readonly("spans", &IterationTimes::spans);
+// Returns the number and the spans of each iteration, and how many earlier iterations were
+// overwritten.
+py::tuple take_times(TorchRoot& root) {
+  Ledger& ledger = root.pipeline().ledger();
+  const std::uint64_t lost = ledger.lost_iterations();
+  std::vector<IterationTimes> taken;
+  {
+    const py::gil_scoped_release no_gil;
+    synchronize(root);
+    taken = ledger.take_times();
+  }
+  py::list iterations;
+  for (const IterationTimes& iteration : taken) {
+    py::list spans;
+    for (const TimedSpan& timed : iteration.spans) {
+      spans.append(describe(timed));
+    }
+    iterations.append(py::make_tuple(iteration.number, spans));
+  }
+  return py::make_tuple(iterations, lost);
 }
 
 py::dict describe(const Bucket& bucket) {
@@ -187,7 +198,6 @@ auto as_owner(void (Pipeline::*method)(int unit)) {
 }  // namespace
 
 void register_root(py::module_& m) {
-  register_times(m);
   py::class_<StepChecks, std::shared_ptr<StepChecks>>(m, "StepChecks")
       .def(py::init<std::int64_t, py::object>(), py::kw_only(), py::arg("every"),
            py::arg("compare"))
