@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from fsdp_ext.comm.link import Link
@@ -176,14 +176,10 @@ def predict(
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
     sums = _lane_of_replicas(chain, replica_link)
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
-    reductions = _Reductions(wire, packing, sums, updates_on_lane)
-    program = _Program(chain, gathers, reductions, _Ring(slots), depth)
     clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
-    for task in program.run(has_root=root is not None):
-        if isinstance(task, _Compute):
-            clock.compute(task)
-        else:
-            clock.wait_for(task)
+    reductions = _Reductions(wire, packing, sums, updates_on_lane)
+    program = _Program(chain, clock, gathers, reductions, _Ring(slots), depth)
+    program.run(has_root=root is not None)
     for lane in lanes:
         clock.drain(lane)
     compute = sum(stage.forward + stage.backward for stage in chain)
@@ -238,14 +234,6 @@ class _Job:
         return all(job.done for job in self.after)
 
 
-@dataclass(frozen=True)
-class _Compute:
-    """Work of the compute lane."""
-
-    name: str
-    seconds: float
-
-
 class _Lane:
     """Runs jobs in order, one at a time. A message costs alpha seconds, its bytes 1 / beta each."""
 
@@ -281,11 +269,11 @@ class _Clock:
         self._contention = contention
         self._one_wire = one_wire  # the lanes that share its bandwidth
 
-    def compute(self, task: _Compute) -> None:
-        begin, left = self.now, task.seconds
+    def compute(self, name: str, seconds: float) -> None:
+        begin, left = self.now, seconds
         while left > 0:
             left = self._advance(left)
-        self.spans.append(PredictedSpan("compute", task.name, begin, self.now))
+        self.spans.append(PredictedSpan("compute", name, begin, self.now))
 
     def wait_for(self, job: _Job) -> None:
         while not job.done:
@@ -411,7 +399,7 @@ class _Reductions:
 
 
 class _Program:
-    """One forward and one backward: issues jobs, and yields compute and the jobs to wait for.
+    """One forward and one backward: issues jobs, computes, and waits for jobs.
 
     The stages are in the order in which forward enters them.
     """
@@ -419,12 +407,14 @@ class _Program:
     def __init__(
         self,
         stages: Sequence[Stage],
+        clock: _Clock,
         gathers: _Lane,
         reductions: _Reductions,
         ring: _Ring,
         depth: int,
     ) -> None:
         self._stages = stages
+        self._clock = clock
         self._gathers = gathers
         self._reductions = reductions
         self._ring = ring
@@ -433,55 +423,52 @@ class _Program:
         self._done: dict[int, _Job] = {}  # the last gather of each stage
         self._updated: deque[tuple[Stage, _Job | None]] = deque()  # updates in flight
 
-    def run(self, has_root: bool) -> Iterator[_Compute | _Job]:
+    def run(self, has_root: bool) -> None:
         """Run the stages, the first of which encloses the others if ``has_root``."""
         numbers = range(len(self._stages))
         root, below = numbers[:has_root], numbers[has_root:]
         for position, number in enumerate(numbers):
-            yield from self._enter(number, numbers[position + 1 :])
+            self._enter(number, numbers[position + 1 :])
             if number in below:
-                yield self._forward(number)
-                self._leave(number)
+                self._forward(number)
         for number in root:
-            yield self._forward(number)
-            self._leave(number)
+            self._forward(number)
         order = [*root, *reversed(below)]
         for position, number in enumerate(order):
-            yield from self._enter(number, order[position + 1 :])
-            yield self._backward(number)
+            self._enter(number, order[position + 1 :])
+            self._clock.compute(self._stages[number].name, self._stages[number].backward)
             if number in below:
-                yield from self._reduce(number)
+                self._reduce(number)
         for number in root:
-            yield from self._reduce(number)
-        yield from self._finish_updates(most=0)
+            self._reduce(number)
+        self._finish_updates(most=0)
 
-    def _reduce(self, number: int) -> Iterator[_Compute | _Job]:
+    def _forward(self, number: int) -> None:
+        self._clock.compute(self._stages[number].name, self._stages[number].forward)
+        self._leave(number)
+
+    def _reduce(self, number: int) -> None:
         stage = self._stages[number]
         before = self._updated[-1][1] if self._updated else None
         if before is not None and not self._reductions.updates:
-            yield before  # on the host, unsharded gradients stay until they are reduced
-        yield from self._finish_updates(most=1)
+            # On the host, unsharded gradients stay until they are reduced.
+            self._clock.wait_for(before)
+        self._finish_updates(most=1)
         last = self._reductions.issue(stage)
         if stage.update > 0:
             self._updated.append((stage, last))
         self._leave(number)
 
-    def _finish_updates(self, most: int) -> Iterator[_Compute | _Job]:
+    def _finish_updates(self, most: int) -> None:
         """``Reducer::finish_updates``."""
         while len(self._updated) > most:
             stage, last = self._updated.popleft()
             if last is not None:
-                yield last
+                self._clock.wait_for(last)
             if not self._reductions.updates:
-                yield _Compute(stage.name, stage.update)
+                self._clock.compute(stage.name, stage.update)
 
-    def _forward(self, number: int) -> _Compute:
-        return _Compute(self._stages[number].name, self._stages[number].forward)
-
-    def _backward(self, number: int) -> _Compute:
-        return _Compute(self._stages[number].name, self._stages[number].backward)
-
-    def _enter(self, number: int, ahead: Sequence[int]) -> Iterator[_Job]:
+    def _enter(self, number: int, ahead: Sequence[int]) -> None:
         """Gather this stage and the next ones: ``pre_forward`` and ``pre_backward``."""
         self._gather(number, on_demand=True)
         for target in ahead[: self._depth]:
@@ -489,7 +476,7 @@ class _Program:
                 break
         gather = self._unsharded[number]
         if gather is not None:
-            yield gather
+            self._clock.wait_for(gather)
 
     def _gather(self, number: int, on_demand: bool) -> bool:
         """Gather a sharded stage; return False if no slot is free (``Gatherer::unshard``)."""
