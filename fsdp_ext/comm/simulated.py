@@ -29,6 +29,20 @@ _MOST_MULTIPROCESSORS = 1024  # more than any GPU has
 _LARGEST_SEED = 2**32 - 1
 
 
+def check_ranks(caller: str, world_size: int, replicas: int) -> None:
+    """Raise ValueError unless ``world_size`` is a number of ranks that ``replicas`` divides."""
+    if not is_at_least(world_size, 1, MOST_RANKS):
+        raise ValueError(
+            f"{caller} got world_size={world_size!r}. Pass a whole number of ranks from 1 to "
+            f"{MOST_RANKS}."
+        )
+    if not is_at_least(replicas, 1) or world_size % replicas != 0:
+        raise ValueError(
+            f"{caller} got {replicas!r} replicas of a model on {world_size} ranks. Pass a number "
+            "of replicas that divides the number of ranks; the others shard the model."
+        )
+
+
 @dataclass(frozen=True)
 class Simulated:
     """A transport with no peers, for ``fully_shard(..., transport=...)``.
@@ -71,11 +85,7 @@ class Simulated:
                     f"Simulated got {name}={link!r}. Pass a Link: one of "
                     "fsdp_ext.comm.link.PRESETS, or Link.load(path)."
                 )
-        if not is_at_least(self.world_size, 1, MOST_RANKS):
-            raise ValueError(
-                f"Simulated got world_size={self.world_size!r}. Pass a whole number from 1 to "
-                f"{MOST_RANKS}."
-            )
+        check_ranks("Simulated", self.world_size, self.replicas)
         if not is_at_least(self.rank, 0, self.world_size - 1):
             raise ValueError(
                 f"Simulated got rank={self.rank!r}. Pass a rank from 0 to {self.world_size - 1}."
@@ -90,13 +100,7 @@ class Simulated:
                 f"Simulated got seed={self.seed!r}. Pass a whole number from 0 to {_LARGEST_SEED}."
             )
         as_bool("Simulated", "moves_memory", self.moves_memory)
-        replicas = self.replicas
-        if not is_at_least(replicas, 1) or self.world_size % replicas != 0:
-            raise ValueError(
-                f"Simulated got {replicas!r} replicas of a model on {self.world_size} ranks. Pass "
-                "a number of replicas that divides the number of ranks; the others shard the model."
-            )
-        if replicas == 1 and self.replica_link is not None:
+        if self.replicas == 1 and self.replica_link is not None:
             raise ValueError(
                 "Simulated got replica_link for a model without replicas. Pass replicas=, too, or "
                 "leave it out."

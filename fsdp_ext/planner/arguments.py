@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.numbers import MOST_RANKS, as_bool, is_at_least, is_real
+from fsdp_ext._util.numbers import as_bool, is_at_least, is_real
 from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.link import PRESETS, Link
-from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.simulated import Simulated, check_ranks
 from fsdp_ext.comm.transports import (
     Transport,
     may_share_memory,
@@ -189,41 +189,25 @@ def resolve_target(
 def _resolve_ranks(
     world_size: int | None, replicas: int | None, unit: Unit | None, transport: Transport
 ) -> PlannedRanks:
-    ranks = _resolve_world_size(world_size, unit, transport)
-    simulated = transport.replicas if isinstance(transport, Simulated) else 1
-    if replicas is None:
-        replicas = simulated if unit is None else unit.replicas
-    if not is_at_least(replicas, 1) or ranks % replicas != 0:
-        raise ValueError(
-            f"plan got {replicas!r} replicas of a model on {ranks} ranks. Pass a number of "
-            "replicas that divides the number of ranks; the others shard the model."
-        )
-    if unit is None and isinstance(transport, Simulated) and replicas != simulated:
-        raise ValueError(
-            f"plan got replicas={replicas} and a simulated transport with {simulated}. Leave one "
-            "of them out."
-        )
-    return PlannedRanks(ranks // replicas, replicas)
-
-
-def _resolve_world_size(asked: int | None, unit: Unit | None, transport: Transport) -> int:
-    simulated = transport.world_size if isinstance(transport, Simulated) else None
-    if asked is None:
-        asked = simulated if unit is None else unit.world_size * unit.replicas
-    if asked is None:
+    """Return the ranks that were asked for, or else those of the model or of the transport."""
+    simulated = transport if unit is None and isinstance(transport, Simulated) else None
+    if unit is not None:
+        usual: tuple[int | None, int] = unit.world_size * unit.replicas, unit.replicas
+    else:
+        usual = (None, 1) if simulated is None else (simulated.world_size, simulated.replicas)
+    ranks = usual[0] if world_size is None else world_size
+    replicas = usual[1] if replicas is None else replicas
+    if ranks is None:
         raise ValueError(
             "plan needs world_size, since this model has no mesh. Pass the number of ranks."
         )
-    if not is_at_least(asked, 1, MOST_RANKS):
+    check_ranks("plan", ranks, replicas)
+    if simulated is not None and (ranks, replicas) != usual:
         raise ValueError(
-            f"plan got world_size={asked!r}. Pass a whole number of ranks from 1 to {MOST_RANKS}."
+            f"plan got world_size={ranks}, replicas={replicas} and a simulated transport with "
+            f"world_size={usual[0]}, replicas={usual[1]}. Leave out those of plan."
         )
-    if simulated is not None and unit is None and asked != simulated:
-        raise ValueError(
-            f"plan got world_size={asked} and a simulated transport with {simulated} ranks. Leave "
-            "one of them out."
-        )
-    return asked
+    return PlannedRanks(ranks // replicas, replicas)
 
 
 def _name_of_transport(asked: Transport, device_type: str, group: dist.ProcessGroup | None) -> str:

@@ -638,7 +638,7 @@ def _tied() -> nn.Module:
         ),
         (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
         (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
-        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport with 4 ranks"),
+        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport with world_size=4"),
         (on_meta, {"max_message_bytes": 8}, ValueError, "less than one row of parameter"),
         (on_meta, {"mp_policy": "bf16"}, TypeError, "must be a MixedPrecisionPolicy"),
         (on_meta, {"flops_per_second": 1e12}, ValueError, "flops_per_second without a batch"),
