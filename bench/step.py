@@ -15,9 +15,10 @@ each rank without any communication, on a machine that is as busy.
 "transport" is what the ranks communicate over. "ours" uses shared memory between ranks of one host,
 and "ours over gloo" uses the process group that the peers use. "kept gathered" does not reshard
 after forward. All have PyTorch's AdamW; "ours, fsdp_ext.optim" has that of fsdp_ext. With --ranks 4
---replicas 2, all systems that shard do so within two sets of two ranks, and sum gradients over the
-sets (hybrid sharding). "of best peer" is the time divided by that of the fastest system that is not
-ours. "loss (off)" is the loss, and its difference to the loss of unsharded after as many steps.
+--replicas 2, all systems that shard do so within two shard groups of two ranks, and sum gradients
+over these (hybrid sharding). "of best peer" is the time divided by that of the fastest system that
+is not ours. "loss (off)" is the loss, and its difference to the loss of unsharded after as many
+steps.
 --compile measures unsharded, ours and FSDP2, each with and without torch.compile of its blocks; "of
 eager" is then the time divided by the same system's without it, and "graphs" says how many graphs
 Dynamo compiled, and how many of them after the second step. --offload does the same for
@@ -351,8 +352,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def ranks_of(row: dict[str, Any]) -> str:
     """Return the ranks in words."""
     count, replicas = row["ranks"], row["replicas"]
-    sets = f" in {replicas} sets of {count // replicas}" if replicas > 1 else ""
-    return f"{count} rank{'s' if count > 1 else ''}{sets}"
+    groups = f" in {replicas} shard groups of {count // replicas}" if replicas > 1 else ""
+    return f"{count} rank{'s' if count > 1 else ''}{groups}"
 
 
 def fault(rows: list[dict[str, Any]]) -> str | None:

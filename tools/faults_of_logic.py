@@ -355,10 +355,10 @@ FAULTS = (
         python=("unused_parameters", "random_routing"),
     ),
     Fault(
-        "ranks of the first set alone say what a smaller mesh has used",
+        "ranks of the first shard group alone say what a smaller mesh has used",
         f"{CORE}/agree/backward_exchange.cpp",
         "first < size()",
-        "first < of_set",
+        "first < group_size",
         cpp=CPP,
         python=("several_meshes",),
     ),
@@ -537,7 +537,7 @@ FAULTS = (
     Fault(
         "the norm counts the shards of all replicas",
         f"{SHARDING}/root/gradient_health.py",
-        "of_unit[: root.place.in_set]",
+        "of_unit[: root.mesh_ranks.group_size]",
         "of_unit",
         python=("health",),
     ),

@@ -59,7 +59,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def mesh_of(device: torch.device, replicas: int) -> DeviceMesh:
-    """Return the mesh of all ranks: with replicas it is 2-D, and each set shards the model."""
+    """Return the mesh of all ranks: with replicas, a 2-D mesh of shard groups."""
     ranks = dist.get_world_size()
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
     names = ("shard",) if replicas == 1 else ("replicate", "shard")

@@ -64,10 +64,10 @@ def link_of_buckets(
 ) -> Link:
     """Return the typical costs that the default bucket size comes from.
 
-    If a set is a single rank, buckets travel between replicas alone.
+    If a shard group is a single rank, buckets travel between replicas alone.
 
     Args:
-        names: names of the transports in use, within a set and between replicas.
+        names: names of the transports in use, within a shard group and between replicas.
         transport: the transport that the user asked for.
         shards: how many ranks shard the model together.
         replicas: how many ranks have the same shard.
@@ -92,8 +92,8 @@ def default_reduction_bytes(link: Link, ranks: int, replicas: int) -> int:
 
     Args:
         link: a typical link of the transport.
-        ranks: the number of ranks that share the parameters.
-        replicas: how many such sets of ranks there are. Each message is summed over these, too.
+        ranks: the number of ranks in a shard group.
+        replicas: how many such shard groups there are. Each message is summed over them, too.
     """
     wanted = max(16 * link.alpha * link.beta * max(1, ranks * replicas / 64), 256 * 2**20)
     return round(wanted if replicas == 1 else min(wanted, 512 * 2**20))

@@ -117,7 +117,7 @@ class Simulated:
         """How many ranks shard the model together."""
         return self.world_size // self.replicas
 
-    def within_set(self) -> Simulated:
+    def within_shard_group(self) -> Simulated:
         """Return the transport of the ranks that shard the model with this one."""
         if self.replicas == 1:
             return self

@@ -119,18 +119,19 @@ def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind)
     shards, replicas = groups
-    sets: list[list[int]] = [[] for _ in range(replicas.size())]
-    dist.all_gather_object(sets, dist.get_process_group_ranks(shards), group=replicas)
-    place = dist.get_rank(shards)
+    of_groups: list[list[int]] = [[] for _ in range(replicas.size())]
+    dist.all_gather_object(of_groups, dist.get_process_group_ranks(shards), group=replicas)
+    number = dist.get_rank(shards)
     given = dist.get_process_group_ranks(replicas)
-    if len({len(ranks) for ranks in sets}) > 1 or [ranks[place] for ranks in sets] != given:
+    is_uneven = len({len(ranks) for ranks in of_groups}) > 1
+    if is_uneven or [ranks[number] for ranks in of_groups] != given:
         raise ValueError(
-            f"process_group is a pair of ranks {sets} that shard the model, one set after the "
-            f"other, and of ranks {given}, which do not have the same place in their sets. Pass "
-            "the groups of one 2-D mesh."
+            f"process_group has the shard groups {of_groups} and a replicate group {given}, whose "
+            "ranks do not have the same number in their shard groups. Pass the groups of one 2-D "
+            "mesh."
         )
     return DeviceMesh.from_group(
-        [replicas, shards], kind, mesh=sets, mesh_dim_names=("replicate", "shard")
+        [replicas, shards], kind, mesh=of_groups, mesh_dim_names=("replicate", "shard")
     )
 
 

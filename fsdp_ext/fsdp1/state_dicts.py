@@ -519,7 +519,7 @@ def _as_rank_0_has_it(state: State, unit: Unit) -> State:
     Raises:
         RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
     """
-    group = unit.ranks.group
+    group = unit.ranks.shard_group
     mine = {name: list(values) for name, values in state["state"].items()}
     of_ranks = exchange(unit, mine, [group])
     wanted: dict[str, list[str]] = of_ranks[0]
@@ -558,7 +558,7 @@ def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
 
     has_it = ranks.rank_in_mesh == 0
     sent: list[Any] = [_with_values(state, to_blank) if has_it else None]
-    for group in reversed(ranks.groups):  # to rank 0 of each set, and then within the sets
+    for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
     received = _with_values(state if has_it else sent[0], to_tensor)
     broadcast(tensors, ranks.mesh)

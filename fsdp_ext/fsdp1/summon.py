@@ -258,7 +258,7 @@ def _sharded_gradients(unit: Unit) -> list[DTensor | None]:
     if not own:
         return own
     exists = torch.tensor([int(grad is not None) for grad in own], device=unit.device)
-    dist.all_reduce(exists, dist.ReduceOp.MAX, group=unit.ranks.group)
+    dist.all_reduce(exists, dist.ReduceOp.MAX, group=unit.ranks.shard_group)
     return [
         cast(DTensor, torch.zeros_like(param.sharded)) if grad is None and anywhere else grad
         for param, grad, anywhere in zip(unit.params, own, exists.tolist(), strict=True)

@@ -36,7 +36,7 @@ def gathered_by_all(
     groups: dict[dist.ProcessGroup, Unit] = {}
     for unit in units:
         if has_peers(unit):
-            taking_part = unit.ranks.groups if with_replicas else [unit.ranks.group]
+            taking_part = unit.ranks.groups if with_replicas else [unit.ranks.shard_group]
             groups.update(dict.fromkeys(taking_part, unit))
     longest = [timeout_of(group, unit.device) for group, unit in groups.items()]
     return called_by_all(list(groups), caller, max(longest, default=timedelta()))

@@ -206,7 +206,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._is_root = False
 
         whole = strategy is ShardingStrategy.NO_SHARD
-        self.process_group = mesh.get_group(0) if whole else Ranks(mesh).group
+        self.process_group = mesh.get_group(0) if whole else Ranks(mesh).shard_group
         self.sharding_strategy = strategy
         self.mixed_precision = precision
         self.cpu_offload = cpu_offload or CPUOffload()

@@ -143,7 +143,7 @@ class _Ranks:
                     "clip_grad_norm_ got a flat parameter whose wrapper no longer exists. Pass the "
                     "parameters of the wrapped model."
                 )
-            return cls((owners[param].ranks.group,), owners[param].device.type)
+            return cls((owners[param].ranks.shard_group,), owners[param].device.type)
         return cls(device_type=param.device.type)
 
 

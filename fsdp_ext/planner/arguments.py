@@ -181,8 +181,8 @@ def resolve_target(
     asked = resolve_transport(transport, device_type)
     within = between = _name_of_transport(asked, device_type, None)
     if unit is not None:
-        within = _name_of_transport(asked, device_type, unit.ranks.group)
-        between = _name_of_transport(asked, device_type, unit.ranks.replica_group)
+        within = _name_of_transport(asked, device_type, unit.ranks.shard_group)
+        between = _name_of_transport(asked, device_type, unit.ranks.replicate_group)
     return Target(ranks, device_type, within, between, asked)
 
 

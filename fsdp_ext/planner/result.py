@@ -50,9 +50,12 @@ class Plan:
     def __str__(self) -> str:
         """Return the tables of units and of memory, and the times."""
         parameters = sum(unit.parameters for unit in self.units)
+        ranks = f"{self.world_size} {self.device_type} ranks"
+        if self.replicas > 1:
+            group_size = self.world_size // self.replicas
+            ranks += f" ({self.replicas} shard groups of {group_size}, hybrid sharding)"
         title = (
-            f"{self.model} on {self.world_size} {self.device_type} ranks{self._sets()} over "
-            f"{self.transport}: "
+            f"{self.model} on {ranks} over {self.transport}: "
             f"{parameters:,} parameters in {len(self.units)} units, {len(self.buckets)} buckets "
             f"(bucket_bytes={self.bucket_bytes:,})"
         )
@@ -66,11 +69,6 @@ class Plan:
             sentence(_time_line(self.prediction, self.link, self.replica_link)),
         ]
         return "\n".join(lines)
-
-    def _sets(self) -> str:
-        if self.replicas == 1:
-            return ""
-        return f" ({self.replicas} sets of {self.world_size // self.replicas}, hybrid sharding)"
 
     def to_json(self, path: str | Path | None = None) -> str | None:
         """Return the plan as JSON, or write it to ``path``.

@@ -131,9 +131,9 @@ def lateness(
     """
     of_replicas = ("all-reduce",)
     within = tuple(work for work in WIRES if work not in of_replicas)
-    found = _lateness(iterations, within, clocks, unit, unit.ranks.group)
-    if unit.ranks.replica_group is not None:
-        between = unit.ranks.replica_group
+    found = _lateness(iterations, within, clocks, unit, unit.ranks.shard_group)
+    if unit.ranks.replicate_group is not None:
+        between = unit.ranks.replicate_group
         found |= _lateness(iterations, of_replicas, clocks, unit, between)
     return found
 

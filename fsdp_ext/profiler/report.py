@@ -32,10 +32,11 @@ def text_of(recording: Recording, by: str) -> str:
     rows = [_cells(row) for row in rows_of(recording, by)]
     link = "a simulated link" if recording.is_simulated else recording.transport
     replicas = recording.replicas
-    sets = f" ({replicas} sets of {recording.world_size // replicas})" if replicas > 1 else ""
+    ranks = str(recording.world_size)
+    if replicas > 1:
+        ranks += f" ({replicas} shard groups of {recording.world_size // replicas})"
     lines = [
-        f"Average of {summary.iterations} steps on rank {recording.rank} of "
-        f"{recording.world_size}{sets} over {link}",
+        f"Average of {summary.iterations} steps on rank {recording.rank} of {ranks} over {link}",
         "",
         *columns(_HEADER, rows, left=(0, 1, 2, len(_HEADER) - 1)),
         "",

@@ -91,7 +91,7 @@ def tune(
             in those that measure costs, with the setting before, or with all others.
     """
     units = units_of(model)
-    refuse_inline_group(units[0].ranks.group, units[0].device, "tune")
+    refuse_inline_group(units[0].ranks.shard_group, units[0].device, "tune")
     refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps, verbose)

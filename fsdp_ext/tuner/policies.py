@@ -122,7 +122,7 @@ def _make_lanes(
         gather=now.gather | {"cta_policy": POLICIES[gather]},
         reduce=now.reduce | {"cta_policy": POLICIES[reduce]},
     )
-    lanes = nccl_lanes(first.ranks.group, first.device, settings)
+    lanes = nccl_lanes(first.ranks.shard_group, first.device, settings)
     whole = part * first.world_size
     calls: list[Callable[[], Any]] = []
     for lane, call, sizes in (

@@ -182,7 +182,7 @@ def _transport(asked: str | None) -> tuple[str, list[str]]:
     for model in models:
         fully_shard(model, transport=asked)
         model(torch.ones(2, 4)).sum().backward()
-    group = models[0]._fsdp_ext_unit.ranks.group  # type: ignore[operator]
+    group = models[0]._fsdp_ext_unit.ranks.shard_group  # type: ignore[operator]
     resolved = transports.resolve_transport(asked, "cpu")
     return lanes_of(group, HOST, resolved).transport, records
 

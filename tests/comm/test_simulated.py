@@ -72,7 +72,7 @@ def _train(world_size: int) -> dict[str, Any]:
             (str(w.message), Path(w.filename).name) for w in caught if "fsdp_ext" in str(w.message)
         ],
         "transport": lanes_of(
-            model._fsdp_ext_unit.ranks.group, torch.device("cpu"), transport
+            model._fsdp_ext_unit.ranks.shard_group, torch.device("cpu"), transport
         ).transport,
     }
     impl.reshard(1)
@@ -189,7 +189,7 @@ def test_a_step_takes_at_least_what_its_all_reduces_cost() -> None:
 def test_replicas_have_a_link_of_their_own_or_the_one_across() -> None:
     cluster = Simulated(64, H100_CLUSTER, rank=42, replicas=8)
     assert cluster.shards == 8
-    within, between = cluster.within_set(), cluster.between_replicas()
+    within, between = cluster.within_shard_group(), cluster.between_replicas()
     assert (within.world_size, within.rank, within.replicas) == (8, 2, 1)
     assert within.link.over(8).costs() == H100_NODE.costs()
     assert (between.world_size, between.rank) == (8, 5)

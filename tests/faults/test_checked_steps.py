@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import _C, FullyShardedDataParallel, Link, Simulated, fully_shard
-from fsdp_ext.sharding.root.step_checks import Place, StepChecksum, findings
+from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecksum, findings
 
 
 def flip_a_bit(values: Tensor) -> None:
@@ -128,16 +128,16 @@ def test_what_is_most_specific_comes_first() -> None:
     def look(gathered: int, shard: int, changed: int = 0) -> list[StepChecksum]:
         return [StepChecksum(7, 0, 1, 0), StepChecksum(gathered, 5, shard, changed)]
 
-    place = Place([4, 5, 6, 7, 8, 9], in_set=2)
+    ranks = MeshRanks([4, 5, 6, 7, 8, 9], group_size=2)
     looks = [look(3, 1), look(3, 2), look(9, 8, 1), look(9, 2), look(3, 1), look(0, 2)]
-    assert findings(looks, ["the root", "up"], place) == [
+    assert findings(looks, ["the root", "up"], ranks) == [
         "the shard of unit 'up' on rank 6 changed between the step's beginning and its end, and "
         "nothing wrote it",
         "rank 6 differs from the other 2 ranks in the shard of unit 'up'",
         "ranks 6 and 7 differ from the other 3 ranks in the gathered parameters of unit 'up' in "
         "forward",
     ]
-    assert findings([look(3, 1)] * 2, ["the root", "up"], Place([0, 1], in_set=2)) == []
+    assert findings([look(3, 1)] * 2, ["the root", "up"], MeshRanks([0, 1], group_size=2)) == []
 
 
 # - What checks leave alone

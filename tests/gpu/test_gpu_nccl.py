@@ -39,7 +39,7 @@ def _uses_torchs_library() -> None:
         loaded = {line.split()[-1] for line in maps if "libnccl.so" in line}
     assert loaded == {os.path.realpath(path)} or loaded == {path}
     model = _forward()
-    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0))
+    lanes = lanes_of(model._fsdp_ext_unit.ranks.shard_group, torch.device("cuda", 0))
     assert lanes.transport == "nccl"
     lanes.check()
 
@@ -99,7 +99,7 @@ def _registration(enabled: str) -> tuple[list[float], int]:
     torch.manual_seed(0)
     model = _forward()
     device = torch.device("cuda", torch.cuda.current_device())
-    lanes = lanes_of(model._fsdp_ext_unit.ranks.group, device)
+    lanes = lanes_of(model._fsdp_ext_unit.ranks.shard_group, device)
     sums = [p.grad._local_tensor.sum().item() for p in model.parameters()]
     return sums, lanes.registered_buffers
 
@@ -209,7 +209,7 @@ def _with_blocks() -> str:
     os.environ["FSDP_EXT_NCCL_GATHER"] = "max_ctas=2"
     os.environ["FSDP_EXT_NCCL_REDUCE"] = "min_ctas=2"
     model = _forward()
-    return str(lanes_of(model._fsdp_ext_unit.ranks.group, torch.device("cuda", 0)).transport)
+    return str(lanes_of(model._fsdp_ext_unit.ranks.shard_group, torch.device("cuda", 0)).transport)
 
 
 @pytest.mark.timeout(90)

@@ -75,7 +75,7 @@ def _delay(stream: str, module: nn.Module) -> None:
 
 
 def _mesh_group(module: Any) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = module._fsdp_ext_unit.ranks.group
+    group: dist.ProcessGroup = module._fsdp_ext_unit.ranks.shard_group
     return group
 
 

@@ -330,11 +330,11 @@ def _differ(setting: str) -> str:
     return ""
 
 
-def test_sets_that_cut_the_model_differently_raise() -> None:
+def test_shard_groups_that_cut_the_model_differently_raise() -> None:
     for message in run_ranks(_differ, 4, "bucket_bytes"):
-        assert "the sets of ranks that shard the model have different settings" in message
+        assert "the shard groups have different settings" in message
     for message in run_ranks(_differ, 4, "frozen"):
-        assert "bytes on set" in message
+        assert "bytes on shard group" in message
 
 
 def _ask_for_what_is_not_supported() -> None:
@@ -405,7 +405,7 @@ def _train_as_fsdp1_does() -> None:
 
     rank = dist.get_rank()
     other = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][0 if rank in (0, 3) else 1]
-    with pytest.raises(ValueError, match="do not have the same place in their sets"):
+    with pytest.raises(ValueError, match="do not have the same number in their shard groups"):
         fsdp_ext.FullyShardedDataParallel(
             make(Stack), process_group=(shards, other), sharding_strategy=strategy
         )

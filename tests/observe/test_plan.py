@@ -206,7 +206,7 @@ def _trains_as_planned_with_replicas(settings: str, transport: str | None) -> No
         assert before.buckets == planned.buckets
         for bucket in planned.buckets:
             assert 2 * bucket.all_reduce == bucket.reduce
-    assert "on 4 cpu ranks (2 sets of 2, hybrid sharding) over" in str(planned)
+    assert "on 4 cpu ranks (2 shard groups of 2, hybrid sharding) over" in str(planned)
     assert "all-reduces" in str(planned)
     elsewhere = plan(model, 12)
     assert (elsewhere.replicas, elsewhere.units) == (2, plan(model, 6, replicas=1).units)
@@ -768,7 +768,7 @@ def test_the_command_plans_replicas(factory: Path, capsys: pytest.CaptureFixture
     arguments += ["--batch", "4x64:int64", "--flops-per-second", "1e12"]
     assert run([*arguments, "--link", "h100_node", "--replica-link", "ethernet_100g"]) == 0
     printed = capsys.readouterr().out
-    assert "on 32 cuda ranks (4 sets of 8, hybrid sharding)" in printed
+    assert "on 32 cuda ranks (4 shard groups of 8, hybrid sharding)" in printed
     assert "over 8xH100 NVLink, and 100G Ethernet between replicas" in printed
     assert run([*arguments, "--replica-link", "avian"]) == 2
     assert "--replica-link 'avian' is neither" in capsys.readouterr().err

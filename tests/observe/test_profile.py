@@ -150,12 +150,12 @@ def test_a_slow_link_between_replicas_exposes_all_reduces() -> None:
     ((exposed, text),) = run_ranks(_slow_all_reduces, 1)
     assert max(exposed, key=lambda operation: exposed[operation]) == "all-reduce", exposed
     assert exposed["all-reduce"] > (LAYERS - 1) * PLANTED / 2
-    assert "on rank 9 of 16 (2 sets of 8) over a simulated link" in text
+    assert "on rank 9 of 16 (2 shard groups of 8) over a simulated link" in text
     assert "all-reduce  backward" in text
 
 
 def _replica_that_stalls() -> tuple[dict[str, set[int]], str, int]:
-    """Let one rank hold up its set's gathers, and with them its replica's all-reduces."""
+    """Let one rank hold up its shard group's gathers, and with them its replica's all-reduces."""
     warnings.simplefilter("ignore")
     model = make(mesh=init_device_mesh("cpu", (2, 2)), compute=0.0)
     rank = dist.get_rank()
@@ -185,13 +185,13 @@ def _replica_that_stalls() -> tuple[dict[str, set[int]], str, int]:
 def test_stragglers_are_those_of_each_group_of_ranks() -> None:
     answers = run_ranks(_replica_that_stalls, 4)
     assert [size for *_, size in answers] == [4] * 4
-    # Ranks 2 and 3 are a set, and so are 0 and 1. Ranks 1 and 3 are replicas.
+    # Ranks 2 and 3 are a shard group, and so are 0 and 1. Ranks 1 and 3 are replicas.
     held_up = [works for works, *_ in answers]
     assert 3 in held_up[2]["gather"] <= {2, 3}
     assert held_up[0].get("gather", set()) <= {0, 1}
     assert 3 in held_up[1]["all-reduce"] <= {1, 3}
     assert 2 in held_up[0]["all-reduce"] <= {0, 2}
-    assert "on rank 1 of 4 (2 sets of 2) over shared_memory" in answers[1][1]
+    assert "on rank 1 of 4 (2 shard groups of 2) over shared_memory" in answers[1][1]
 
 
 # - What is recorded

@@ -117,7 +117,7 @@ def test_all_systems_reach_the_same_loss_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_systems_that_shard_hybridly_reach_the_same_loss(tmp_path: Path) -> None:
     printed, rows = _run("step", tmp_path / "step.json", "--ranks", "4", "--replicas", "2")
-    assert "4 ranks in 2 sets of 2" in printed
+    assert "4 ranks in 2 shard groups of 2" in printed
     assert not [row["error"] for row in rows if "error" in row]
     assert {"ours", "FSDP2", "FSDP1"} < {row["system"] for row in rows}
     assert all((row["ranks"], row["replicas"]) == (4, 2) for row in rows)

@@ -23,7 +23,7 @@ BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers
     : lanes_(lanes),
       replicas_(replicas),
       has_peers_(has_peers && size() > 1),
-      set_received_(lanes.device->new_event()),
+      group_received_(lanes.device->new_event()),
       received_(lanes.device->new_event()) {}
 
 BackwardExchange::~BackwardExchange() {
@@ -40,28 +40,28 @@ void BackwardExchange::drain() {
 }
 
 std::size_t BackwardExchange::size() const {
-  const int sets = replicas_ != nullptr ? replicas_->gather.communicator().size() : 1;
-  return static_cast<std::size_t>(sets * lanes_.gather.communicator().size());
+  const int replicas = replicas_ != nullptr ? replicas_->gather.communicator().size() : 1;
+  return static_cast<std::size_t>(replicas * lanes_.gather.communicator().size());
 }
 
 std::size_t BackwardExchange::rank() const {
-  const int set = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
+  const int replica = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
   const Communicator& communicator = lanes_.gather.communicator();
-  return static_cast<std::size_t>(set * communicator.size() + communicator.rank());
+  return static_cast<std::size_t>(replica * communicator.size() + communicator.rank());
 }
 
-void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_set,
+void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_group,
                                        void* all, std::size_t bytes) {
   Lane& lane = lanes_.gather;
-  lane.host_all_gather(what, what, mine, replicas_ != nullptr ? of_set : all, bytes);
+  lane.host_all_gather(what, what, mine, replicas_ != nullptr ? of_group : all, bytes);
   if (replicas_ == nullptr) {
     lane.stream().record(*received_);
     return;
   }
-  lane.stream().record(*set_received_);
+  lane.stream().record(*group_received_);
   Lane& across = replicas_->gather;
-  across.stream().wait(*set_received_, what);
-  across.host_all_gather(what, what, of_set, all,
+  across.stream().wait(*group_received_, what);
+  across.host_all_gather(what, what, of_group, all,
                          bytes * static_cast<std::size_t>(lane.communicator().size()));
   across.stream().record(*received_);
 }
@@ -73,13 +73,13 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
   }
   const std::string& label = *labels_.insert(what).first;
   const std::size_t bytes = mine.size();
-  const auto in_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
   const std::shared_ptr<void> sent = lanes_.device->allocate_on_host(bytes);
-  const std::shared_ptr<void> of_set = lanes_.device->allocate_on_host(bytes * in_set);
+  const std::shared_ptr<void> of_group = lanes_.device->allocate_on_host(bytes * group_size);
   const std::shared_ptr<void> received = lanes_.device->allocate_on_host(bytes * size());
   std::memcpy(sent.get(), mine.data(), bytes);
   try {
-    gather_from_all(label, sent.get(), of_set.get(), received.get(), bytes);
+    gather_from_all(label, sent.get(), of_group.get(), received.get(), bytes);
     received_->synchronize(lanes_.device->timeout(), label);
   } catch (...) {
     drain();  // it may still write here
@@ -137,7 +137,7 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
     }
   }
   is_in_flight_ = true;
-  gather_from_all(kExchange, message, of_set_.get(), all_.get(), message_bytes_);
+  gather_from_all(kExchange, message, of_group_.get(), all_.get(), message_bytes_);
 }
 
 // Waits for the messages of the last exchange and reads them, if that has not happened yet.
@@ -215,9 +215,9 @@ bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
   if (mesh == nullptr) {
     return has_bit(used_by_any_.data(), bit);
   }
-  // The mesh's ranks count within a set, and its replicas have the same places in every set.
-  const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
-  for (std::size_t first = 0; first < size(); first += of_set) {
+  // The mesh's ranks count within a shard group, and are the same numbers in every shard group.
+  const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
+  for (std::size_t first = 0; first < size(); first += group_size) {
     for (const int rank : mesh->ranks) {
       const char* bits = message_of(first + static_cast<std::size_t>(rank)) + sizeof(Hashes);
       if (has_bit(bits, bit)) {
@@ -243,8 +243,8 @@ void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
   mine_ = lanes_.device->allocate_on_host(message_bytes_);
   all_ = lanes_.device->allocate_on_host(message_bytes_ * size());
   if (replicas_ != nullptr) {
-    const auto of_set = static_cast<std::size_t>(lanes_.gather.communicator().size());
-    of_set_ = lanes_.device->allocate_on_host(message_bytes_ * of_set);
+    const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
+    of_group_ = lanes_.device->allocate_on_host(message_bytes_ * group_size);
   }
 }
 

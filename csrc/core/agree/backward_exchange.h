@@ -26,8 +26,8 @@ namespace fsdp {
 class BackwardExchange {
  public:
   // Without peers (simulated ranks) nothing is sent. `replicas` may be null: Note [replicas] in
-  // core/reduce/reducer.h. The ranks of a set exchange their messages first. Then each rank
-  // exchanges its set's messages with its replicas, so every rank has those of all ranks.
+  // core/reduce/reducer.h. The ranks of a shard group exchange their messages first. Then each
+  // rank exchanges its group's messages with its replicas, so every rank has those of all ranks.
   BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers);
   // Work in flight still uses the buffers that are freed now.
   ~BackwardExchange();
@@ -43,8 +43,8 @@ class BackwardExchange {
   void end(const std::vector<std::unique_ptr<Unit>>& units);
 
   // Sends a message of the same size from every rank to all ranks, between passes. Returns the
-  // messages of all ranks, set after set, each in order of rank. Errors and timeouts name it as
-  // `what`. Without peers it returns `mine` alone.
+  // messages of all ranks, shard group after shard group, each in order of rank. Errors and
+  // timeouts name it as `what`. Without peers it returns `mine` alone.
   std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
 
  private:
@@ -64,26 +64,26 @@ class BackwardExchange {
   char* message_of(std::size_t rank) const;
   void drain();
 
-  // The ranks of all sets. Set after set, each in order of rank.
+  // The ranks of all shard groups, one after the other, each in order of rank.
   std::size_t size() const;
   std::size_t rank() const;
   // Sends `bytes` from `mine` to all ranks; `all` has every rank's bytes when `received_` is
-  // complete. `of_set` has room for the messages of a set.
-  void gather_from_all(const std::string& what, const void* mine, void* of_set, void* all,
+  // complete. `of_group` has room for the messages of a shard group.
+  void gather_from_all(const std::string& what, const void* mine, void* of_group, void* all,
                        std::size_t bytes);
 
   Lanes& lanes_;
   Lanes* replicas_;
   bool has_peers_;
-  std::unique_ptr<Event> set_received_;
+  std::unique_ptr<Event> group_received_;
   std::unique_ptr<Event> received_;
   std::set<std::string> labels_;  // of messages: communicators refer to them
   bool is_in_flight_ = false;
   std::size_t message_bytes_ = 0;
-  std::shared_ptr<void> mine_;     // this rank's message: hashes, then bits
-  std::shared_ptr<void> of_set_;   // the messages of the set, if there are several
-  std::shared_ptr<void> all_;      // the messages of all ranks
-  std::vector<char> used_by_any_;  // one bit for each trainable parameter of the model
+  std::shared_ptr<void> mine_;      // this rank's message: hashes, then bits
+  std::shared_ptr<void> of_group_;  // the messages of the shard group, if there are several
+  std::shared_ptr<void> all_;       // the messages of all ranks
+  std::vector<char> used_by_any_;   // one bit for each trainable parameter of the model
 };
 
 }  // namespace fsdp

@@ -91,7 +91,7 @@ OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
   };
   add(lane, "rank ");
   if (replicas != nullptr) {
-    add(*replicas, "set ");
+    add(*replicas, "shard group ");
   }
 }
 

@@ -45,7 +45,7 @@ class OrderCheck {
   // The ranks of a lane, and their answers.
   struct Ranks {
     Lane* lane = nullptr;
-    const char* noun = "";  // "rank", or "set" if they are replicas
+    const char* noun = "";  // "rank", or "shard group" if they are replicas
     std::vector<Announcement> announcements;
     std::vector<Order> orders;
 

@@ -14,12 +14,12 @@
 // gain.
 //
 // Note [replicas]
-// With hybrid sharding, several sets of ranks shard the same model. The ranks that have the same
-// shard are replicas of each other. The result of a set's reduce-scatter is all-reduced over the
-// replicas, on a lane of its own. The cast or addition into the flat gradient follows there. So
-// while a message is all-reduced, the next one is reduce-scattered, into the half of the output
-// that the previous one does not use. If each set is a single rank, nothing is scattered: a bucket
-// is packed into the output.
+// With hybrid sharding, several shard groups have the same model. The ranks that have the same
+// shard are replicas of each other, and form a replicate group. The result of a shard group's
+// reduce-scatter is all-reduced over the replicate group, on a lane of its own. The cast or
+// addition into the flat gradient follows there. So while a message is all-reduced, the next one is
+// reduce-scattered, into the half of the output that the previous one does not use. If each shard
+// group is a single rank, nothing is scattered: a bucket is packed into the output.
 //
 // Note [the reduce output]
 // What is not final is reduced into the reduce output, and finished from there. It has room for the

@@ -439,10 +439,10 @@ def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | int | None
             f"reshard_after_forward={value} is not supported with dp_mesh_dims. FSDP2 does not "
             "support it, either. Pass True or False."
         )
-    if is_inline(ranks.group):
+    if is_inline(ranks.shard_group):
         raise NotImplementedError(
             f"reshard_after_forward={value} needs a process group that serves any thread, and "
-            f"'{dist.get_backend(ranks.group)}' does not. Use gloo, or pass True or False."
+            f"'{dist.get_backend(ranks.shard_group)}' does not. Use gloo, or pass True or False."
         )
     return value
 

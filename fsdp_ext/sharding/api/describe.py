@@ -91,7 +91,9 @@ def _meshes(root: Root) -> str:
         units = [unit for unit, number in on_mesh if number == mesh]
         root_unit, unit = root.units[0], units[0]
         transport = unit.settings.transport
-        lanes = lanes_of_mesh(root_unit.ranks.group, unit.device, transport, unit.ranks.group)
+        lanes = lanes_of_mesh(
+            root_unit.ranks.shard_group, unit.device, transport, unit.ranks.shard_group
+        )
         count = f"{len(units)} units" if len(units) > 1 else "1 unit"
         texts.append(f"; {unit.world_size} ranks share {count} over {describe_lanes(lanes)}")
     return "".join(texts)

@@ -400,7 +400,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         NotImplementedError: if they have different groups of ranks or transports.
     """
     units = sharded_units(modules, "share_comm_ctx")
-    lanes = {(unit.ranks.group, unit.settings.transport) for unit in units}
+    lanes = {(unit.ranks.shard_group, unit.settings.transport) for unit in units}
     if len(lanes) > 1:
         raise NotImplementedError(
             f"share_comm_ctx got modules over {len(lanes)} groups of ranks or transports, which "

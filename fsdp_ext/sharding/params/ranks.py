@@ -26,13 +26,13 @@ class Ranks:
     spmd: SpmdMesh | None = None
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         """The ranks that share the rows of each parameter."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The mesh of that group."""
+        """The mesh of the shard group."""
         if self.mesh.ndim == 1:
             return self.mesh
         if self.mesh.mesh_dim_names is None:
@@ -44,16 +44,16 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This rank's number in that group."""
+        """This rank's number in the shard group."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
     def size(self) -> int:
-        """How many ranks that group has."""
+        """How many ranks the shard group has."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
-    def replica_group(self) -> dist.ProcessGroup | None:
+    def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that have the same rows as this one; None if there are no others."""
         return self.mesh.get_group(0) if self.replicas > 1 else None
 
@@ -69,15 +69,15 @@ class Ranks:
 
     @property
     def rank_in_mesh(self) -> int:
-        """This rank's number among all ranks of the mesh, set by set."""
-        set_number = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
-        return set_number * self.size + self.rank
+        """This rank's number among all ranks of the mesh, shard group by shard group."""
+        replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
+        return replica * self.size + self.rank
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The group that shards and, if there are replicas, the group of replicas."""
-        return [group for group in (self.group, self.replica_group) if group is not None]
+        """The shard group and, if there are replicas, the replicate group."""
+        return [group for group in (self.shard_group, self.replicate_group) if group is not None]
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Return the placements of parameters and gradients that ``group`` shares by ``shard``."""
+        """Return the placements of parameters and gradients, sharded by ``shard``."""
         return (shard,) if self.mesh.ndim == 1 else (Replicate(), shard)

@@ -31,7 +31,7 @@ def has_peers(unit: Unit) -> bool:
     ranks = unit.ranks
     is_real = (
         not isinstance(unit.settings.transport, Simulated)
-        and dist.get_backend(ranks.group) != "fake"
+        and dist.get_backend(ranks.shard_group) != "fake"
     )
     return is_real and ranks.world_size > 1
 

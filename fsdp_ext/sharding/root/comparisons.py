@@ -53,21 +53,23 @@ def _ranks_that_pass(size: str, sizes: tuple[str, ...]) -> str:
     return f"{value} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
 
 
-def compare_sets(replicas: dist.ProcessGroup, transport: str, settings: RootSettings) -> None:
-    """Check that all sets of ranks cut the model into the same messages.
+def compare_shard_groups(
+    replicas: dist.ProcessGroup, transport: str, settings: RootSettings
+) -> None:
+    """Check that all shard groups cut the model into the same messages.
 
     Args:
-        replicas: the ranks that have the same rows, one of each set.
-        transport: the name of what this set's gathers travel by.
+        replicas: the ranks that have the same rows, one of each shard group.
+        transport: the name of what this shard group's gathers travel by.
         settings: the root's.
 
     Raises:
         ValueError: if they have other transports or other settings.
     """
     mine = (transport, settings)
-    of_sets: list[Any] = [None] * replicas.size()
-    dist.all_gather_object(of_sets, mine, group=replicas)
-    for number, theirs in enumerate(of_sets):
+    of_groups: list[Any] = [None] * replicas.size()
+    dist.all_gather_object(of_groups, mine, group=replicas)
+    for number, theirs in enumerate(of_groups):
         if theirs != mine:
             what, here, there = (
                 ("transports", mine[0], theirs[0])
@@ -76,7 +78,7 @@ def compare_sets(replicas: dist.ProcessGroup, transport: str, settings: RootSett
             )
             own = dist.get_rank(replicas)
             raise ValueError(
-                f"the sets of ranks that shard the model have different {what}: set {own} has "
-                f"{here} and set {number} has {there}. Pass the same transport, bucket_bytes, "
+                f"the shard groups have different {what}: shard group {own} has {here} and shard "
+                f"group {number} has {there}. Pass the same transport, bucket_bytes, "
                 "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
             )

@@ -123,12 +123,12 @@ def health(model: nn.Module) -> Health:
     units = []
     for number in _backward_order(root):
         of_unit = [numbers[3 * number : 3 * number + 3] for numbers in of_ranks]
-        of_set = of_unit[: root.place.in_set]  # its ranks have all shards
-        norm = math.hypot(*(norm for norm, _, _ in of_set))
-        nonfinite = int(sum(count for _, count, _ in of_set))
+        of_group = of_unit[: root.mesh_ranks.group_size]  # its ranks have all shards
+        norm = math.hypot(*(norm for norm, _, _ in of_group))
+        nonfinite = int(sum(count for _, count, _ in of_group))
         born_on = tuple(
             rank
-            for rank, (_, _, is_born) in zip(root.place.ranks, of_unit, strict=False)
+            for rank, (_, _, is_born) in zip(root.mesh_ranks.numbers, of_unit, strict=False)
             if is_born and nonfinite > 0
         )
         units.append(UnitHealth(root.units[number].name, norm, nonfinite, born_on))

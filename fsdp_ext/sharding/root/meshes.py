@@ -102,19 +102,21 @@ def add_meshes(lanes: _C.Lanes, units: Sequence[Unit]) -> list[int]:
     return [
         0
         if ranks == of_units[0]
-        else add_mesh_lanes(lanes, root.ranks.group, root.device, transport, unit.ranks.group)
+        else add_mesh_lanes(
+            lanes, root.ranks.shard_group, root.device, transport, unit.ranks.shard_group
+        )
         for unit, ranks in zip(units, of_units, strict=True)
     ]
 
 
 def _ranks_of(unit: Unit) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(unit.ranks.group)
+    ranks: list[int] = dist.get_process_group_ranks(unit.ranks.shard_group)
     return ranks
 
 
 def _replicas_of(unit: Unit) -> list[int]:
     """Return the ranks that have the same shard of a unit as this one."""
-    group = unit.ranks.replica_group
+    group = unit.ranks.replicate_group
     ranks: list[int] = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     return ranks
 

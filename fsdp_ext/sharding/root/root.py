@@ -25,7 +25,7 @@ from fsdp_ext.sharding.params.sharded_param import Entry
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.auto import chosen_for
-from fsdp_ext.sharding.root.comparisons import compare_groups, compare_sets
+from fsdp_ext.sharding.root.comparisons import compare_groups, compare_shard_groups
 from fsdp_ext.sharding.root.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.root.module_state import (
     hooks_of,
@@ -36,7 +36,7 @@ from fsdp_ext.sharding.root.module_state import (
 )
 from fsdp_ext.sharding.root.parameter_checks import check_parameters
 from fsdp_ext.sharding.root.preparing import preparing
-from fsdp_ext.sharding.root.step_checks import Place, StepChecks, agree
+from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecks, agree
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.root.unit_tree import UnitTree
 
@@ -72,20 +72,20 @@ class Root(UnitTree):
         first = self.units[0]
         transport = between = first.settings.transport
         if isinstance(transport, Simulated):
-            transport, between = transport.within_set(), transport.between_replicas()
-        replicas = first.ranks.replica_group
+            transport, between = transport.within_shard_group(), transport.between_replicas()
+        replicas = first.ranks.replicate_group
         at_once = 2 if replicas is None else 4
         if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "A CUDA graph capture has the model's first forward, which makes communicators and "
                 "buffers. Run a few whole steps before capturing one."
             )
-        self.lanes = lanes_of(first.ranks.group, first.device, transport, at_once=at_once)
+        self.lanes = lanes_of(first.ranks.shard_group, first.device, transport, at_once=at_once)
         if has_peers(first):
             compare_groups(self.lanes, self.units, self.module_names())
         self.meshes = add_meshes(self.lanes, self.units)
         for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
-            add_group_lanes(self.lanes, first.ranks.group, first.device, transport, ranks)
+            add_group_lanes(self.lanes, first.ranks.shard_group, first.device, transport, ranks)
         # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
@@ -99,10 +99,10 @@ class Root(UnitTree):
         self.decision: Decision | None = None
         self.settings = self._resolve()
         if replicas is not None and has_peers(first):
-            compare_sets(replicas, self.lanes.transport, self.settings)
+            compare_shard_groups(replicas, self.lanes.transport, self.settings)
         if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
             log_default(self.settings.bucket_bytes[0], self.link)
-        self.place = Place(self._ranks(), first.ranks.size)
+        self.mesh_ranks = MeshRanks(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
         self.impl = self._build()
         self._put_unreduced()
@@ -153,7 +153,7 @@ class Root(UnitTree):
             checks=None if self.checks is None else self.checks.impl,
         )
         if self._needs_order_check and not self.is_provisional:
-            agree(self.units[0].settings.check_every, self.place, impl.all_gather)
+            agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
         check_parameters(self.module, self.units)
         module_changes.watch(self.module.modules())
         watch_optimizers_in_backward()
@@ -262,7 +262,7 @@ class Root(UnitTree):
         if every is None:
             return None
         refuse_several_meshes(self.units, "check_every")
-        return StepChecks(every, self.place, weakref.WeakMethod(self._compare_step))
+        return StepChecks(every, self.mesh_ranks, weakref.WeakMethod(self._compare_step))
 
     def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
         assert self.checks is not None
@@ -359,7 +359,7 @@ class Root(UnitTree):
                 f"unit '{unit.name}' has a custom_all_gather, which is not supported with "
                 f"reshard_after_forward={unit.settings.reshard_group}. Pass True or False."
             )
-        group = group_beside(unit.ranks.group, unit.device, setting)
+        group = group_beside(unit.ranks.shard_group, unit.device, setting)
         of_units = (before, *(other.collectives.get(setting) for other in self.units))
         alike = (c for c in of_units if c is not None and c.comm is comm and c.group is group)
         found = next(alike, None) or CustomCollective(comm, group)

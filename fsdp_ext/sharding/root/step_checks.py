@@ -44,20 +44,20 @@ Looks = list[list[StepChecksum]]  # by rank, then by unit
 
 
 @dataclass(frozen=True)
-class Place:
-    """The places of a mesh's ranks.
+class MeshRanks:
+    """The ranks of a mesh.
 
     Args:
-        ranks: the global rank of each, set by set.
-        in_set: how many ranks share the parameters.
+        numbers: the global number of each, shard group by shard group.
+        group_size: how many ranks a shard group has.
     """
 
-    ranks: Sequence[int]
-    in_set: int
+    numbers: Sequence[int]
+    group_size: int
 
-    def named(self, numbers: Iterable[int]) -> str:
-        """Return the global ranks of ``numbers`` in words."""
-        return in_words([self.ranks[number] for number in numbers])
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return the global numbers of ``ranks`` in words."""
+        return in_words([self.numbers[rank] for rank in ranks])
 
 
 def in_words(ranks: Iterable[int]) -> str:
@@ -66,7 +66,7 @@ def in_words(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:
+def findings(looks: Looks, names: Sequence[str], ranks: MeshRanks) -> list[str]:
     """Return the forbidden differences, in words. The most specific differences come first."""
     found = []
     everyone = range(len(looks))
@@ -74,23 +74,23 @@ def findings(looks: Looks, names: Sequence[str], place: Place) -> list[str]:
         changed = [rank for rank in everyone if looks[rank][unit].shard_changed]
         if changed:
             found.append(
-                f"the shard of unit '{name}' on {place.named(changed)} changed between the step's "
+                f"the shard of unit '{name}' on {ranks.named(changed)} changed between the step's "
                 "beginning and its end, and nothing wrote it"
             )
-    for first in range(place.in_set):
-        replicas = everyone[first :: place.in_set]
+    for first in range(ranks.group_size):
+        replicas = everyone[first :: ranks.group_size]
         for unit, name in enumerate(names):
             hashes = {rank: looks[rank][unit].shard for rank in replicas}
-            found += _odd(f"the shard of unit '{name}'", hashes, place)
+            found += _odd(f"the shard of unit '{name}'", hashes, ranks)
     for unit, name in enumerate(names):
         what = f"the gathered parameters of unit '{name}' in"
-        forward = _odd(f"{what} forward", {r: looks[r][unit].forward for r in everyone}, place)
-        backward = _odd(f"{what} backward", {r: looks[r][unit].backward for r in everyone}, place)
+        forward = _odd(f"{what} forward", {r: looks[r][unit].forward for r in everyone}, ranks)
+        backward = _odd(f"{what} backward", {r: looks[r][unit].backward for r in everyone}, ranks)
         found += forward or backward  # backward may use what forward has gathered
     return found
 
 
-def _odd(what: str, hashes: dict[int, int], place: Place) -> list[str]:
+def _odd(what: str, hashes: dict[int, int], ranks: MeshRanks) -> list[str]:
     """Return the ranks whose hash differs from that of most, in words, if there are any."""
     seen = {rank: value for rank, value in hashes.items() if value != 0}
     counts = Counter(seen.values()).most_common()
@@ -98,10 +98,10 @@ def _odd(what: str, hashes: dict[int, int], place: Place) -> list[str]:
         return []
     value, count = counts[0]
     if 2 * count <= len(seen):
-        return [f"{place.named(seen)} differ in {what}, and no majority says which is wrong"]
+        return [f"{ranks.named(seen)} differ in {what}, and no majority says which is wrong"]
     odd = [rank for rank, other in seen.items() if other != value]
     verb = "differs" if len(odd) == 1 else "differ"
-    return [f"{place.named(odd)} {verb} from the other {count} ranks in {what}"]
+    return [f"{ranks.named(odd)} {verb} from the other {count} ranks in {what}"]
 
 
 class StepChecks:
@@ -109,7 +109,7 @@ class StepChecks:
 
     Args:
         every: every how many steps.
-        place: the places of the ranks.
+        ranks: the ranks of the mesh.
         compare: a weak reference to a method that calls :meth:`compare`. The schedule calls it at
             the end of a checked step, with the step's number and this rank's numbers of each unit.
     """
@@ -117,11 +117,11 @@ class StepChecks:
     def __init__(
         self,
         every: int,
-        place: Place,
+        ranks: MeshRanks,
         compare: Callable[[], Callable[[int, list[list[int]]], None] | None],
     ) -> None:
         self.every = every
-        self.place = place
+        self.ranks = ranks
         self.impl = _C.StepChecks(every=every, compare=compare)
 
     def compare(
@@ -146,10 +146,10 @@ class StepChecks:
         messages = all_gather(_COMPARISON, mine)
         of_all = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.int64)
         of_all = of_all.view(len(messages), len(numbers), -1)
-        if _are_alike(of_all, self.place):
+        if _are_alike(of_all, self.ranks):
             return
         looks = [[StepChecksum(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
-        found = findings(looks, names, self.place)
+        found = findings(looks, names, self.ranks)
         if found:
             more = len(found) - _NAMED
             listed = found[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
@@ -160,20 +160,20 @@ class StepChecks:
             )
 
 
-def _are_alike(numbers: torch.Tensor, place: Place) -> bool:
+def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
     """Return whether there is nothing to find, which is fast with many ranks.
 
     Args:
         numbers: by rank, unit and field of :class:`StepChecksum`.
-        place: the places of the ranks.
+        ranks: the ranks of the mesh.
     """
     gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]
-    by_set = shards.reshape(-1, min(place.in_set, len(shards)), shards.shape[1])
-    alike = (gathered == gathered[0]).all() & (by_set == by_set[0]).all() & (changed == 0).all()
+    by_group = shards.reshape(-1, min(ranks.group_size, len(shards)), shards.shape[1])
+    alike = (gathered == gathered[0]).all() & (by_group == by_group[0]).all() & (changed == 0).all()
     return bool(alike)
 
 
-def agree(check_every: int | None, place: Place, all_gather: AllGather) -> None:
+def agree(check_every: int | None, ranks: MeshRanks, all_gather: AllGather) -> None:
     """Check that all ranks have the same ``check_every``.
 
     Raises:
@@ -185,6 +185,6 @@ def agree(check_every: int | None, place: Place, all_gather: AllGather) -> None:
         if theirs != of_ranks[0]:
             first, other = (array("q", message)[0] or None for message in (of_ranks[0], theirs))
             raise ValueError(
-                f"check_every is {first} on {place.named([0])} and {other} on "
-                f"{place.named([rank])}. Pass the same value to fully_shard on all ranks."
+                f"check_every is {first} on {ranks.named([0])} and {other} on "
+                f"{ranks.named([rank])}. Pass the same value to fully_shard on all ranks."
             )

@@ -316,7 +316,7 @@ class Unit(ParamGroup):
         flat = zeros_for_shard(
             layout.shard_bytes,
             device,
-            self.ranks.group,
+            self.ranks.shard_group,
             self.settings.transport,
             pin_memory=self.pins_memory and device.type == "cpu",
         )

@@ -48,7 +48,7 @@ class _View:
     def _comm_ctx(self) -> object:
         """The state that units share if they share streams and communicators."""
         ranks = self._unit.ranks
-        return ranks.group, ranks.replica_group, self._unit.settings.transport
+        return ranks.shard_group, ranks.replicate_group, self._unit.settings.transport
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
