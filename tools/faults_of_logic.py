@@ -279,7 +279,7 @@ FAULTS = (
     Fault(
         "renewed gradients of all units of a bucket lie in one place",
         f"{CORE}/units/bucket.cpp",
-        "place += kGradients.bytes(unit->layout);",
+        "next += kGradients.bytes(unit->layout);",
         cpp=CPP,
         python=("held_gradients",),
     ),

@@ -201,10 +201,10 @@ class Lane {
       ++last;
     } while (last != end && bytes + last->bytes <= kBlockBytes);
     const std::shared_ptr<void> block = registered_->allocate(bytes, use);
-    auto* place = static_cast<char*>(block.get());
+    auto* next = static_cast<char*>(block.get());
     for (; first != last; ++first) {
-      first->move(std::shared_ptr<void>(block, place));
-      place += align_up(first->bytes, kBlockAlignment);
+      first->move(std::shared_ptr<void>(block, next));
+      next += align_up(first->bytes, kBlockAlignment);
     }
     return last;
   }

@@ -37,19 +37,19 @@ class StoreBoard final : public Board {
  public:
   explicit StoreBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  void write(const std::string& place, const std::string& text) override {
-    store_->set(key_of(place), std::vector<std::uint8_t>(text.begin(), text.end()));
+  void write(const std::string& key, const std::string& text) override {
+    store_->set(store_key(key), std::vector<std::uint8_t>(text.begin(), text.end()));
   }
-  std::string read(const std::string& place) override {
-    if (!store_->check({key_of(place)})) {
+  std::string read(const std::string& key) override {
+    if (!store_->check({store_key(key)})) {
       return "";
     }
-    const std::vector<std::uint8_t> text = store_->get(key_of(place));
+    const std::vector<std::uint8_t> text = store_->get(store_key(key));
     return {text.begin(), text.end()};
   }
 
  private:
-  static std::string key_of(const std::string& place) { return "fsdp_ext/lanes/" + place; }
+  static std::string store_key(const std::string& key) { return "fsdp_ext/lanes/" + key; }
 
   c10::intrusive_ptr<c10d::Store> store_;
 };

@@ -227,8 +227,8 @@ void TorchUnit::attach_extensions() {
   try {
     with_python([this] {
       const py::dict made = extensions_.attr("attach")();
-      for (const auto& [place, parameter] : made) {
-        const auto index = place.cast<std::size_t>();
+      for (const auto& [number, parameter] : made) {
+        const auto index = number.cast<std::size_t>();
         FSDP_CHECK(index < parameters_.size(), "attach returned parameter ", index, " of ",
                    parameters_.size(), ".");
         parameters_[index].set_unsharded(py::reinterpret_borrow<py::object>(parameter));
@@ -430,18 +430,18 @@ bool TorchUnit::has_sharded_gradient(std::size_t i) {
 }
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
-  const std::size_t place = parameters_.gradient_place(i);
+  const std::size_t index = parameters_.gradient_place(i);
   const at::Tensor& gradient = parameters_.gradient_owner(i).grad();
-  if (!gradient.is_same(gradients_.at(place))) {
-    gradients_.copy_from(place, gradient);
-    parameters_.gradient_owner(i).mutable_grad() = gradients_.at(place);
+  if (!gradient.is_same(gradients_.at(index))) {
+    gradients_.copy_from(index, gradient);
+    parameters_.gradient_owner(i).mutable_grad() = gradients_.at(index);
   }
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
-  const std::size_t place = parameters_.gradient_place(i);
-  parameters_.gradient_owner(i).mutable_grad() = gradients_.at(place);
-  got_gradient_[place] = 1;
+  const std::size_t index = parameters_.gradient_place(i);
+  parameters_.gradient_owner(i).mutable_grad() = gradients_.at(index);
+  got_gradient_[index] = 1;
 }
 
 void TorchUnit::run_post_accumulate_hooks() {

@@ -84,9 +84,9 @@ def box_of(
             "replicated."
         )
     copies, copy = 1, 0
-    for size, place, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
+    for size, number, placement in zip(mesh.shape, coordinate, tensor.placements, strict=True):
         if isinstance(placement, Replicate):
-            copies, copy = copies * size, copy * size + place
+            copies, copy = copies * size, copy * size + number
     if local.numel() == 0:
         # One rank keeps a tensor that has no elements at all.
         if math.prod(whole) or any(coordinate):

@@ -92,22 +92,22 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def begin(directory: Path) -> Path:
-    """Make the place where the next checkpoint is written. Rank 0 calls it, with the lock."""
+    """Make the folder where the next checkpoint is written. Rank 0 calls it, with the lock."""
     for path in directory.iterdir():
         if path.name.startswith((_SAVING, _DELETING)):
             disk.remove_directory(path)
     found = checkpoints(directory)
     number = _number(found[-1]) + 1 if found else 1
-    place = directory / f"{_SAVING}{number:06}"
-    disk.make_directory(place)
-    return place
+    folder = directory / f"{_SAVING}{number:06}"
+    disk.make_directory(folder)
+    return folder
 
 
-def commit(place: Path) -> Path:
+def commit(folder: Path) -> Path:
     """Make what was written a checkpoint, and return its path. Rank 0 calls it."""
-    disk.flush_directory(place)
-    target = place.with_name(place.name.replace(_SAVING, "checkpoint-"))
-    disk.rename(place, target)
+    disk.flush_directory(folder)
+    target = folder.with_name(folder.name.replace(_SAVING, "checkpoint-"))
+    disk.rename(folder, target)
     disk.flush_directory(target.parent)
     return target
 

@@ -267,8 +267,8 @@ def _publish(
 
 def _index(files: dict[str, Layout]) -> str:
     size = sum(part.nbytes for parts in files.values() for part in parts.values())
-    places = {name: file for file, parts in files.items() for name in parts}
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+    file_of = {name: file for file, parts in files.items() for name in parts}
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 

@@ -122,13 +122,13 @@ def import_files(source: Path, directory: Path) -> Path:
     whole = {name: Part.whole_of(part.dtype, part.shape) for name, [(_, part)] in parts.items()}
     tree: dict[str, Any] = {"aliases": {}, "other": {}}
     with directories.locked(directory):
-        place = directories.begin(directory)
-        with Writer(place / "weights-00000.safetensors", whole, tree) as writer:
+        folder = directories.begin(directory)
+        with Writer(folder / "weights-00000.safetensors", whole, tree) as writer:
             for name, tensor in _progress(read_whole(parts, whole), len(whole), "tensor"):
                 writer.add(name, tensor)
             written = writer.finish()
-        write_index(place, [{"weights": ("weights-00000.safetensors", *written)}], {})
-        return directories.commit(place)
+        write_index(folder, [{"weights": ("weights-00000.safetensors", *written)}], {})
+        return directories.commit(folder)
 
 
 # - torch.distributed.checkpoint

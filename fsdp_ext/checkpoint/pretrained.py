@@ -75,9 +75,9 @@ def open_files(directory: Path) -> dict[str, TensorFile]:
             f"{directory} has neither {SINGLE} nor {INDEX}. Pass a directory that export or "
             "save_pretrained has written."
         )
-    places = _read_index(directory / INDEX)
+    file_of = _read_index(directory / INDEX)
     opened: dict[str, TensorFile] = {}
-    for name, file in places.items():
+    for name, file in file_of.items():
         if file not in opened:
             if not (directory / file).exists():
                 raise FileNotFoundError(
@@ -90,14 +90,14 @@ def open_files(directory: Path) -> dict[str, TensorFile]:
                 f"{directory / INDEX} says that '{name}' is in {file}, which has no such tensor. "
                 "Copy both from the same export."
             )
-    return {name: opened[file] for name, file in places.items()}
+    return {name: opened[file] for name, file in file_of.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor, which lies beside the index."""
     try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        items = [(str(name), str(file)) for name, file in places.items()]
+        file_of = json.loads(path.read_bytes())["weight_map"]
+        items = [(str(name), str(file)) for name, file in file_of.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} cannot be understood ({type(error).__name__}: {error}). Copy it again."

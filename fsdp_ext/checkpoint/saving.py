@@ -45,10 +45,10 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         value = snapshot if isinstance(snapshot, Exception) else snapshot.digest_of_names
         name, same_names = ranks.agree("checkpoint.save", value, begin)
         assert isinstance(snapshot, Snapshot)
-        place = directory / name
+        folder = directory / name
         written: dict[str, Any] | Exception
         try:
-            written = _write_files(snapshot, place, ranks.rank, same_names)
+            written = _write_files(snapshot, folder, ranks.rank, same_names)
         except Exception as error:
             written = error
 
@@ -60,8 +60,8 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
                     "model and its optimizer on these ranks. Pass a process_group= of all ranks of "
                     "the model's meshes."
                 )
-            write_index(place, [of_rank["files"] for of_rank in files], snapshot.mesh)
-            path = directories.commit(place)
+            write_index(folder, [of_rank["files"] for of_rank in files], snapshot.mesh)
+            path = directories.commit(folder)
             if keep is not None:
                 directories.remove_old(directory, keep)
             return path.name
@@ -71,7 +71,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         except BaseException:
             if ranks.rank == 0:
                 with contextlib.suppress(OSError):
-                    disk.remove_directory(place)
+                    disk.remove_directory(folder)
             raise
         ranks.leave("checkpoint.save")
         return target
@@ -82,23 +82,23 @@ def digest(content: Any) -> str:
     return checksum(json.dumps(content).encode())
 
 
-def _write_files(snapshot: Snapshot, place: Path, rank: int, same_names: bool) -> dict[str, Any]:
+def _write_files(snapshot: Snapshot, folder: Path, rank: int, same_names: bool) -> dict[str, Any]:
     """Write a rank's files.
 
     Returns:
         ``files``: the name, size and checksum of each, by kind; ``elements``: how many of the model
         and the optimizer are in them.
     """
-    if not place.is_dir():
+    if not folder.is_dir():
         raise FileNotFoundError(
-            f"{place} was made by rank 0, and rank {rank} does not see it. Save into a directory "
+            f"{folder} was made by rank 0, and rank {rank} does not see it. Save into a directory "
             "that all ranks share."
         )
     files = {}
     elements = 0
     for name, kind in snapshot.kinds.items():
         boxes = without_others(kind.boxes) if same_names and name != "extra" else kind.boxes
-        path = place / f"{name}-{rank:05}.safetensors"
+        path = folder / f"{name}-{rank:05}.safetensors"
         try:
             with Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree) as writer:
                 for key, box in boxes.items():
@@ -114,11 +114,11 @@ def _write_files(snapshot: Snapshot, place: Path, rank: int, same_names: bool) -
     return {"files": files, "elements": elements}
 
 
-def write_index(place: Path, files: list[dict[str, Any]], mesh: dict[str, int]) -> None:
+def write_index(folder: Path, files: list[dict[str, Any]], mesh: dict[str, int]) -> None:
     """Write the index of a checkpoint.
 
     Args:
-        place: the directory where the checkpoint is written.
+        folder: the directory where the checkpoint is written.
         files: the name, size and checksum of each file, by kind, of each rank.
         mesh: as in :class:`Snapshot`.
     """
@@ -135,7 +135,7 @@ def write_index(place: Path, files: list[dict[str, Any]], mesh: dict[str, int]) 
         },
     }
     text = json.dumps({"checksum": digest(content), "content": content}, indent=1)
-    file = disk.create(place / directories.INDEX)
+    file = disk.create(folder / directories.INDEX)
     try:
         disk.write(file, [memoryview(text.encode())], 0)
         disk.flush(file)

@@ -177,10 +177,10 @@ def add_mesh_lanes(
         RuntimeError: as ``lanes_of``.
     """
     ranks = dist.get_process_group_ranks(of_mesh)
-    places = [dist.get_group_rank(group, rank) for rank in ranks]
-    number = lanes.mesh_of(places)
+    members = [dist.get_group_rank(group, rank) for rank in ranks]
+    number = lanes.mesh_of(members)
     if number is None:
-        number = lanes.add_mesh(lanes_of_mesh(group, device, transport, of_mesh), places)
+        number = lanes.add_mesh(lanes_of_mesh(group, device, transport, of_mesh), members)
     return number
 
 
@@ -453,7 +453,9 @@ def nccl_libraries() -> list[str]:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return []
-    places = spec.submodule_search_locations if spec is not None else None
+    folders = spec.submodule_search_locations if spec is not None else None
     return [
-        str(library) for place in places or [] for library in Path(place).glob("lib/libnccl.so.2")
+        str(library)
+        for folder in folders or []
+        for library in Path(folder).glob("lib/libnccl.so.2")
     ]

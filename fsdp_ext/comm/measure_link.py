@@ -54,8 +54,8 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
             turn += 1
 
             def part_of(buffer: torch.Tensor, count: int, turn: int = turn) -> torch.Tensor:
-                places = buffer.numel() // count
-                return buffer[turn * _STRIDE % places * count :][:count]
+                parts = buffer.numel() // count
+                return buffer[turn * _STRIDE % parts * count :][:count]
 
             calls: dict[str, Callable[[], None]] = {
                 "all_gather": partial(

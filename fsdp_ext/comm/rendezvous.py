@@ -102,16 +102,16 @@ def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     if store is None:
         return found
-    for place, rank in enumerate(dist.get_process_group_ranks(group)):
-        identity = read_process(store, place)
+    for index, rank in enumerate(dist.get_process_group_ranks(group)):
+        identity = read_process(store, index)
         if identity is not None:
             found[rank] = identity
     return found
 
 
-def read_process(store: Store, place: int) -> bytes | None:
-    """Return the process that the rank at `place` has announced; None if it is unknown."""
-    key = f"{_PROCESS_KEY}/{place}"
+def read_process(store: Store, index: int) -> bytes | None:
+    """Return the process that the rank at `index` has announced; None if it is unknown."""
+    key = f"{_PROCESS_KEY}/{index}"
     if not store.check([key]):
         return None
     try:
@@ -225,7 +225,7 @@ class Rendezvous:
         """
 
         def get_all() -> list[bytes]:
-            return [self._get(f"{prefix}/{place}", place) for place in range(len(self.ranks))]
+            return [self._get(f"{prefix}/{index}", index) for index in range(len(self.ranks))]
 
         self._answered = time.monotonic()
         values: Future[list[bytes]] = Future()
@@ -242,10 +242,10 @@ class Rendezvous:
                         "network to it, may be down."
                     ) from None
 
-    def _get(self, key: str, place: int) -> bytes:
-        """Return a value of the rank at `place` of the group, when it is there."""
+    def _get(self, key: str, index: int) -> bytes:
+        """Return a value of the rank at `index` of the group, when it is there."""
         try:
-            self._wait(key, place)
+            self._wait(key, index)
             text = self._store.get(key)
         except dist.DistError as error:
             self._raise_lost_store(error)
@@ -254,12 +254,12 @@ class Rendezvous:
         except ValueError as error:
             raise RuntimeError(
                 f"rank {self._global_rank} found something else than a message of rank "
-                f"{self.ranks[place]} in the process group's store, at '{key}'. Use a store of its "
+                f"{self.ranks[index]} in the process group's store, at '{key}'. Use a store of its "
                 "own for each job."
             ) from error
 
-    def _wait(self, key: str, place: int) -> None:
-        """Wait for a key of the rank at `place`. Store.wait would not notice that the rank ends."""
+    def _wait(self, key: str, index: int) -> None:
+        """Wait for a key of the rank at `index`. Store.wait would not notice that the rank ends."""
         looked = 0.0
         for waited in waiting():
             if self._store.check([key]):
@@ -267,14 +267,14 @@ class Rendezvous:
             self._answered = time.monotonic()
             if waited - looked >= _PROCESS_CHECK_INTERVAL:
                 looked = waited
-                self._find_process(place)
-                process = self._ended_process(place)
+                self._find_process(index)
+                process = self._ended_process(index)
                 if process is not None and not self._store.check([key]):
-                    self._raise_ended(place, process)
+                    self._raise_ended(index, process)
             if waited >= self._timeout.total_seconds():
                 raise RuntimeError(
                     f"rank {self._global_rank} waited {self._timeout.total_seconds():.0f} s for "
-                    f"rank {self.ranks[place]} to begin the first forward, in which all ranks "
+                    f"rank {self.ranks[index]} to begin the first forward, in which all ranks "
                     "connect. Run the same model on all ranks."
                 )
 
@@ -284,9 +284,9 @@ class Rendezvous:
         """
         deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
-            for place in self._processes:
-                if (process := self._ended_process(place)) is not None:
-                    self._raise_ended(place, process)
+            for index in self._processes:
+                if (process := self._ended_process(index)) is not None:
+                    self._raise_ended(index, process)
             time.sleep(LONGEST_PAUSE)
         raise RuntimeError(
             f"rank {self._global_rank} cannot reach the process group's store any more: "
@@ -296,20 +296,20 @@ class Rendezvous:
 
     # - Ranks that have ended
 
-    def _find_process(self, place: int) -> None:
-        if place not in self._processes:
-            identity = read_process(self._store, place)
+    def _find_process(self, index: int) -> None:
+        if index not in self._processes:
+            identity = read_process(self._store, index)
             if identity is not None:
-                self._processes[place] = identity
+                self._processes[index] = identity
 
-    def _ended_process(self, place: int) -> int | None:
+    def _ended_process(self, index: int) -> int | None:
         """Return the process id of a rank that is known to have ended."""
-        identity = self._processes.get(place)
+        identity = self._processes.get(index)
         return None if identity is None else _C.ended_process(identity)
 
-    def _raise_ended(self, place: int, process: int) -> NoReturn:
+    def _raise_ended(self, index: int, process: int) -> NoReturn:
         raise RuntimeError(
-            f"rank {self._global_rank}: rank {self.ranks[place]} (process {process}) has ended "
+            f"rank {self._global_rank}: rank {self.ranks[index]} (process {process}) has ended "
             "before or during its first forward, in which all ranks connect. Its last output may "
             "say why."
         )

@@ -79,13 +79,13 @@ class _RollCall:
         self._group = group
         self._store = store
         self._caller = caller
-        self._place = dist.get_rank(group)
+        self._index = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._number = number
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all ranks have come."""
-        self._store.set(self._rank_key(self._place), self._caller)
+        self._store.set(self._rank_key(self._index), self._caller)
         if self._store.add(self._key("count"), 1) == len(self._ranks):
             self._store.set(self._key("all"), "")
         try:
@@ -110,12 +110,12 @@ class _RollCall:
                     self._give_up(callers, timeout)
 
     def _look_at_others(self, callers: dict[int, str]) -> None:
-        for place, caller in callers.items():
+        for index, caller in callers.items():
             if caller != self._caller and not caller.startswith(_GAVE_UP):
                 # All ranks of this roll call learn it, so the next one has another number.
                 _counts[self._group] = self._number + 1
                 self._fail(
-                    f"called {self._caller}, and rank {self._ranks[place]} called {caller}. Call "
+                    f"called {self._caller}, and rank {self._ranks[index]} called {caller}. Call "
                     "them in the same order on all ranks."
                 )
         for rank, process in processes_of(self._group).items():
@@ -128,13 +128,13 @@ class _RollCall:
 
     def _give_up(self, callers: dict[int, str], timeout: float) -> NoReturn:
         """Raise because ranks have not come. This rank may come again, under the same number."""
-        self._store.set(self._rank_key(self._place), _GAVE_UP + self._caller)
+        self._store.set(self._rank_key(self._index), _GAVE_UP + self._caller)
         came = {
-            place
-            for place, caller in callers.items()
+            index
+            for index, caller in callers.items()
             if caller.removeprefix(_GAVE_UP) == self._caller
         }
-        missing = [rank for place, rank in enumerate(self._ranks) if place not in came]
+        missing = [rank for index, rank in enumerate(self._ranks) if index not in came]
         self._fail(
             f"waited {timeout:.0f} s in {self._caller} for ranks {missing}, which have not called "
             f"it. All of the ranks {self._ranks} have to call {self._caller}, also if only rank 0 "
@@ -142,27 +142,27 @@ class _RollCall:
         )
 
     def _fail(self, what: str) -> NoReturn:
-        raise RuntimeError(f"rank {self._ranks[self._place]} {what}")
+        raise RuntimeError(f"rank {self._ranks[self._index]} {what}")
 
     def _callers(self) -> dict[int, str]:
-        """Return the calls of the ranks that have come, by their places in the group."""
-        keys = {place: self._rank_key(place) for place in range(len(self._ranks))}
+        """Return the calls of the ranks that have come, by their indices in the group."""
+        keys = {index: self._rank_key(index) for index in range(len(self._ranks))}
         return {
-            place: self._store.get(key).decode()
-            for place, key in keys.items()
+            index: self._store.get(key).decode()
+            for index, key in keys.items()
             if self._store.check([key])
         }
 
     def _leave(self) -> None:
         """Delete the keys if all others have left, so that nobody looks at them any more."""
         if self._store.add(self._key("left"), 1) == len(self._ranks):
-            for place in range(len(self._ranks)):
-                self._store.delete_key(self._rank_key(place))
+            for index in range(len(self._ranks)):
+                self._store.delete_key(self._rank_key(index))
             for what in ("count", "all", "left"):
                 self._store.delete_key(self._key(what))
 
     def _key(self, what: str) -> str:
         return f"{_KEY}/{self._number}/{what}/{self._caller}"
 
-    def _rank_key(self, place: int) -> str:
-        return f"{_KEY}/{self._number}/rank/{place}"
+    def _rank_key(self, index: int) -> str:
+        return f"{_KEY}/{self._number}/rank/{index}"

@@ -122,9 +122,9 @@ def zeros_for_shard(
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of the group's backend, or PyTorch's default."""
-    for place in (device, torch.device("cpu")):
+    for kind in (device, torch.device("cpu")):
         with contextlib.suppress(AttributeError, RuntimeError):
-            timeout = group._get_backend(place).options._timeout
+            timeout = group._get_backend(kind).options._timeout
             if isinstance(timeout, timedelta):
                 return timeout
     return _DEFAULT_TIMEOUT
@@ -183,8 +183,8 @@ def connect_through_memory(
             reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
     head = (asked or "").encode().ljust(_NAME_LENGTH)
-    place = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
-    rendezvous = Rendezvous(group, head + place + address, timeout)
+    host = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
+    rendezvous = Rendezvous(group, head + host + address, timeout)
     names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
     machines = [offer[_NAME_LENGTH:][:_MACHINE_LENGTH] for offer in rendezvous.offers]
     hosts = _numbered(machines)

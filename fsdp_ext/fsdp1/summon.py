@@ -79,7 +79,7 @@ class _Stand:
         self._param = param
         self._whole = whole
         self._is_flat = is_flat
-        self.places = list(param.attributes)
+        self.attributes = list(param.attributes)
         setattr(whole, _STANDS_FOR, param.sharded)
         if is_flat:
             mark_unsharded(whole, param.name)  # no optimizer can train it
@@ -92,14 +92,14 @@ class _Stand:
 
     def put(self, *, overwrites: bool) -> None:
         mark_overwritten(self._param.sharded, overwrites)
-        for module, name in self.places:
+        for module, name in self.attributes:
             set_parameter(module, name, self._whole)
 
     def take_away(self) -> nn.Parameter:
         """Give the modules the sharded parameter again; return the whole one that they had."""
         mark_overwritten(self._param.sharded, False)
         found = self._whole
-        for module, name in self.places:
+        for module, name in self.attributes:
             now = module._parameters.get(name)
             if now is not None and now is not self._whole:
                 found = now  # the user has assigned another one
@@ -137,11 +137,11 @@ class _Stand:
 @contextlib.contextmanager
 def _refused_backward(stands: list[_Stand]) -> Iterator[None]:
     """Let backward also raise if it reaches a parameter that the user assigns in the block."""
-    places = {place for stand in stands for place in stand.places}
+    attributes = {attribute for stand in stands for attribute in stand.attributes}
     handles: list[Any] = []
 
     def watch(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and value.requires_grad and (module, name) in places:
+        if value is not None and value.requires_grad and (module, name) in attributes:
             hooked: Any = value
             handles.append(hooked.register_post_accumulate_grad_hook(_refuse_backward))
 

@@ -368,6 +368,6 @@ def names_in_module(unit: Unit) -> tuple[str, ...]:
         for top in unit.modules
         for name, module in top.named_modules()
     }
-    places = [param.attributes[0] for param in unit.params]
-    names = (prefixes[module] + name for module, name in places)
+    attributes = [param.attributes[0] for param in unit.params]
+    names = (prefixes[module] + name for module, name in attributes)
     return tuple(name.replace(f"{CHECKPOINTED}.", "") for name in names)

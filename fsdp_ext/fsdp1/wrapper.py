@@ -278,7 +278,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
         refuse_torchs_methods(self)
-        owners: set[Any] = {owner for owner, _ in self._sharded._fsdp_ext_unit.places()}
+        owners: set[Any] = {owner for owner, _ in self._sharded._fsdp_ext_unit.attributes()}
         for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 

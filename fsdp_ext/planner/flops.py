@@ -147,8 +147,8 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         if node is None:
             return self._newest
-        place = bisect_right(self._first_nodes, node._sequence_nr()) - 1
-        unit = self._units_of_nodes[place] if place >= 0 else None
+        index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+        unit = self._units_of_nodes[index] if index >= 0 else None
         return self._newest if unit is None else unit
 
     def _begin(self, number: int) -> Any:

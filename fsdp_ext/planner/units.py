@@ -117,7 +117,7 @@ class PlannedUnit(ParamGroup):
         super().__init__(name, ranks.shards, settings, ranks.replicas)
         self.is_sharded_by_rows = True
         self.is_attached = settings.update is not None  # its optimizer steps it in backward
-        self.params: list[PlannedParam] = [params[place] for place in self._layout_order(params)]
+        self.params: list[PlannedParam] = [params[index] for index in self._layout_order(params)]
 
     @classmethod
     def like(

@@ -285,7 +285,7 @@ class profile(Recording):
 
         Args:
             path: the picture's file; its suffix, such as ".png" or ".svg", is its format.
-            iteration: place of the step among the recorded ones; by default the step of median
+            iteration: index of the step among the recorded ones; by default the step of median
                 length.
 
         Raises:

@@ -145,7 +145,7 @@ class Context:
         depth: depth of the prefetch.
         on_gpu: whether the compute stream runs behind the host.
         typical: usual seconds of a collective, by its operation and bytes.
-        late: the straggler of each collective, by iteration number and place among its spans. It is
+        late: the straggler of each collective, by iteration number and index among its spans. It is
             empty unless ranks were merged.
     """
 
@@ -170,13 +170,13 @@ class _Step:
     def __init__(self, iteration: Iteration, context: Context) -> None:
         self.iteration = iteration
         self.context = context
-        self.place = {id(span): place for place, span in enumerate(iteration.spans)}
+        self.index = {id(span): index for index, span in enumerate(iteration.spans)}
         self.lanes = {name: iteration.lane(name) for name in WIRES}
         self.busy = merged_intervals(self.lanes["gather"], PAUSE)
         self.passes = iteration.of(*PASSES)
         # Gathers of each bucket in order of issue; casts instead if nothing is on the wire.
         self.gathers: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
-        gathers = sorted(iteration.of(*_GATHERS), key=lambda span: self.place[id(span)])
+        gathers = sorted(iteration.of(*_GATHERS), key=lambda span: self.index[id(span)])
         for span in gathers or iteration.of("cast"):
             self.gathers[span.units].append(span)
         ends = {name: iteration.of(f"unit {name}") for name in PASSES}
@@ -194,7 +194,7 @@ class _Step:
 
     def is_before(self, span: Span, wait: Span) -> bool:
         """Return whether the span was issued before the wait."""
-        return self.place[id(span)] < self.place[id(wait)]
+        return self.index[id(span)] < self.index[id(wait)]
 
     def operation(self, span: Span) -> str:
         """Return the collective whose lane runs the work of a reduction."""
@@ -209,7 +209,7 @@ class _Step:
         """Return how long a straggler delayed the collective; None if none did."""
         context = self.context
         if context.late:
-            found = context.late.get((self.iteration.number, self.place[id(span)]))
+            found = context.late.get((self.iteration.number, self.index[id(span)]))
             return found if found is not None and found.seconds > PAUSE else None
         usual = context.typical.get((span.work, span.nbytes), span.seconds)
         if span.work in COLLECTIVES and span.seconds > HELD_UP * usual + PAUSE:

@@ -126,7 +126,7 @@ def lateness(
     collective suffice, for each group of ranks. Gathers of smaller groups are left out.
 
     Returns:
-        The lateness by iteration number and place among its spans, for the iterations in which all
+        The lateness by iteration number and index among its spans, for the iterations in which all
         ranks recorded the same collectives.
     """
     of_replicas = ("all-reduce",)
@@ -148,11 +148,11 @@ def _lateness(
     """Return the stragglers of the collectives of one group of ranks."""
     offset = clocks.offsets[clocks.rank]
     found = [
-        (iteration.number, place, span)
+        (iteration.number, index, span)
         for iteration in iterations
         if iteration.number in clocks.alike
         for work in works
-        for place, span in enumerate(iteration.spans)
+        for index, span in enumerate(iteration.spans)
         if span.work == work
     ]
 
@@ -170,8 +170,8 @@ def _lateness(
     slowest = over_ranks(ranks, dist.ReduceOp.MIN)
     spreads = (last - first).tolist()
     return {
-        (number, place): Lateness(max(min(end - offset, span.end) - span.begin, 0.0), rank, spread)
-        for (number, place, span), end, rank, spread in zip(
+        (number, index): Lateness(max(min(end - offset, span.end) - span.begin, 0.0), rank, spread)
+        for (number, index, span), end, rank, spread in zip(
             found, last.tolist(), slowest.tolist(), spreads, strict=True
         )
     }

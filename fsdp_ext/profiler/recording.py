@@ -212,16 +212,16 @@ def _nested(spans: list[Span]) -> list[Span]:
     """
     open_spans: list[int] = []
     result = list(spans)
-    for place in sorted(
-        (place for place, span in enumerate(spans) if span.work == "unit backward"),
-        key=lambda place: (spans[place].begin, -spans[place].end),
+    for index in sorted(
+        (index for index, span in enumerate(spans) if span.work == "unit backward"),
+        key=lambda index: (spans[index].begin, -spans[index].end),
     ):
-        span = result[place]
+        span = result[index]
         open_spans = [other for other in open_spans if result[other].end > span.begin]
         cut = [result[other].begin for other in open_spans if result[other].end < span.end]
         if cut:
-            result[place] = replace(span, begin=min(cut))
-        open_spans.append(place)
+            result[index] = replace(span, begin=min(cut))
+        open_spans.append(index)
     return result
 
 

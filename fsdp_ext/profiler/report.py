@@ -82,7 +82,7 @@ def document_of(recording: Recording) -> dict[str, Any]:
     """Return all figures and spans, as ``profile.to_json`` writes them.
 
     After a merge, "slowest" lists the straggler of each of this rank's collectives. "number" is the
-    step's number and "span" the collective's place among the step's spans.
+    step's number and "span" the collective's index among the step's spans.
     """
     slow = recording.slowdown()
     return {
@@ -109,8 +109,8 @@ def document_of(recording: Recording) -> dict[str, Any]:
             for rank, iterations in recording.ranks.items()
         },
         "slowest": [
-            {"number": number, "span": place, **asdict(late)}
-            for (number, place), late in sorted(recording.late.items())
+            {"number": number, "span": index, **asdict(late)}
+            for (number, index), late in sorted(recording.late.items())
         ],
     }
 

@@ -30,7 +30,7 @@ class Recording:
         prefetch_depth: depth of the prefetch in these steps.
         buckets: numbers of each bucket's units, by the numbers of its first and last unit.
         by_rank: iterations of each known rank, the oldest first; empty before the block has ended.
-        late: the straggler of each collective, by iteration number and place among its spans. It is
+        late: the straggler of each collective, by iteration number and index among its spans. It is
             empty until ranks are merged.
         replicas: how many ranks have the same shard.
         wall_clock: nanoseconds to add to ``time.monotonic_ns()`` of this rank's host to get

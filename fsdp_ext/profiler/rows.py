@@ -232,8 +232,8 @@ def _slowest(recording: Recording) -> dict[_Key, int]:
     """Return the worst straggler of each row, by its seconds, counting noticeable delays only."""
     behind: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
     for iteration in recording.iterations:
-        for place, span in enumerate(iteration.spans):
-            found = recording.late.get((iteration.number, place))
+        for index, span in enumerate(iteration.spans):
+            found = recording.late.get((iteration.number, index))
             if found is not None and found.spread > PAUSE:
                 microseconds = round(found.spread * 1e6)
                 behind[_Key.of(span)][found.rank] += microseconds

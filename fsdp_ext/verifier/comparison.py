@@ -41,12 +41,12 @@ def difference(
     if bool(same.all()):
         return ""
     count = int((~same).sum())
-    place = int((~same).reshape(-1).int().argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(place), same.shape)]
+    first = int((~same).reshape(-1).int().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), same.shape)]
     return (
         f"differs in {count:,} of {same.numel():,} values{size}, "
         f"first{f' at {index}' if index else ''}: "
-        f"{seen.reshape(-1)[place].item():.9g}, expected {expected.reshape(-1)[place].item():.9g}"
+        f"{seen.reshape(-1)[first].item():.9g}, expected {expected.reshape(-1)[first].item():.9g}"
     )
 
 
@@ -56,17 +56,17 @@ def _kind(tensor: Tensor | None) -> str:
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """A difference between the two copies. Differences sort by place, then by rank.
+    """A difference between the two copies. Differences sort by number, then by rank.
 
     Args:
-        place: its place among all comparisons.
+        number: its number among all comparisons.
         rank: the rank that sees it.
         parameter: the parameter, buffer or other value that differs.
         what: where and by how much it differs.
         of_model: whether it is of a parameter or a buffer.
     """
 
-    place: int
+    number: int
     rank: int
     parameter: str
     what: str
@@ -94,7 +94,7 @@ class Comparison:
         self.values = 0
         self.is_exact = True
         self.transport = ""
-        self._place = 0
+        self._number = 0
         self._found: list[Difference] = []
 
     def add(
@@ -108,14 +108,14 @@ class Comparison:
         of_model: bool = True,
     ) -> None:
         """Compare two tensors bit for bit, or within ``bound``."""
-        self._place += 1
+        self._number += 1
         if expected is not None and seen is not None:
             self.values += expected.numel()
             self.is_exact &= bound is None
         text = difference(expected, seen, bound, equal_nan=True)
         if text:
             what = f"{what} {text}{self.when}"
-            self._found.append(Difference(self._place, dist.get_rank(), name, what, of_model))
+            self._found.append(Difference(self._number, dist.get_rank(), name, what, of_model))
 
     def add_all(
         self, expected: Iterable[tuple[str, Tensor]], seen: Iterable[tuple[str, Tensor]]

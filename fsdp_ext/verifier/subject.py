@@ -131,7 +131,7 @@ def computing_in(model: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Non
         yield
         return
     cast_of: dict[nn.Parameter, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for prefix, module in model.named_modules():
         for name, param in list(module._parameters.items()):
             full = f"{prefix}.{name}" if prefix else name
@@ -142,12 +142,12 @@ def computing_in(model: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Non
                 cast_of[param] = nn.Parameter(narrow, requires_grad=param.requires_grad)
                 if _GRAD_DTYPE in vars(param):
                     cast_of[param].grad_dtype = vars(param)[_GRAD_DTYPE]
-            places.append((module, name, param))
+            replaced.append((module, name, param))
             module._parameters[name] = cast_of[param]
     try:
         yield
     finally:
-        for module, name, param in places:
+        for module, name, param in replaced:
             module._parameters[name] = param
     for param, computed in cast_of.items():
         if computed.grad is not None:

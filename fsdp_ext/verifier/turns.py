@@ -150,9 +150,9 @@ class TurnsGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter_base(self, output: Any, own: Any, options: Any = None) -> Any:
         """Add up in rank order, in fp32 or fp64: ``csrc/comm/shared_memory/rank_order_sum.h``."""
-        place = self._rank * output.numel()
+        offset = self._rank * output.numel()
         parts = [
-            whole.view(-1).narrow(0, place, output.numel())
+            whole.view(-1).narrow(0, offset, output.numel())
             for whole in self._meet("a reduce-scatter", own)
         ]
         output.copy_(rank_order_sum(parts).view(output.shape))

@@ -28,8 +28,8 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  virtual void write(const std::string& place, const std::string& text) = 0;
-  virtual std::string read(const std::string& place) = 0;  // empty if nothing was written
+  virtual void write(const std::string& key, const std::string& text) = 0;
+  virtual std::string read(const std::string& key) = 0;  // empty if nothing was written
 };
 
 // The state of this rank's two lanes.

@@ -143,8 +143,8 @@ void ComposedCollectives::gather_small(const void* input, char* output, std::siz
 void ComposedCollectives::gather_large(const void* input, char* output, std::size_t bytes) {
   const std::size_t whole = static_cast<std::size_t>(size_) * bytes;
   const std::size_t piece = staging_.piece_bytes_of(bytes);
-  const std::shared_ptr<void> place = readable_place_of(output, whole);
-  auto* const gathered = static_cast<char*>(place.get());
+  const std::shared_ptr<void> readable = readable_memory(output, whole);
+  auto* const gathered = static_cast<char*>(readable.get());
   const auto at = [&](int rank) { return static_cast<std::size_t>(rank) * bytes; };
   const auto for_pieces = [&](const std::vector<int>& peers, const auto& transfer) {
     for (std::size_t first = 0; first < bytes; first += piece) {
@@ -198,15 +198,16 @@ void ComposedCollectives::reduce_scatter(const Name& name, const void* input, vo
   const std::size_t bytes = numel * itemsize(dtype);
   const std::size_t whole = static_cast<std::size_t>(size_) * bytes;
   begin(name, Kind::ReduceScatter, dtype, bytes);
-  const std::shared_ptr<void> place = readable_place_of(const_cast<void*>(input), whole);
-  copy(place.get(), input, whole);
+  const std::shared_ptr<void> readable = readable_memory(const_cast<void*>(input), whole);
+  copy(readable.get(), input, whole);
   if (host_ != nullptr) {
-    host_->post(place.get(), whole, Operation::Kind::ReduceScatter, dtype, whole);
+    host_->post(readable.get(), whole, Operation::Kind::ReduceScatter, dtype, whole);
   }
   if (bytes <= staging_.inline_bytes) {
-    sum_small(static_cast<const char*>(place.get()), bytes, output, numel, dtype);
+    sum_small(static_cast<const char*>(readable.get()), bytes, output, numel, dtype);
   } else {
-    send_and_sum(static_cast<const char*>(place.get()), static_cast<char*>(output), numel, dtype);
+    send_and_sum(static_cast<const char*>(readable.get()), static_cast<char*>(output), numel,
+                 dtype);
   }
   finish();
 }
@@ -279,13 +280,13 @@ void ComposedCollectives::send_and_sum(const char* input, char* output, std::siz
   for (std::size_t number = 0; number < pieces; ++number) {
     const std::size_t first = number * piece;
     for (int from = 0; from < size_; ++from) {
-      const auto place = static_cast<std::size_t>(from);
-      if (segments_here_[place] != nullptr) {
-        sources_[place] = segments_here_[place] + first;
+      const auto index = static_cast<std::size_t>(from);
+      if (segments_here_[index] != nullptr) {
+        sources_[index] = segments_here_[index] + first;
         continue;
       }
-      wait(*received[number % received.size()][place], from, kNotReceived);
-      sources_[place] = piece_from(from, number);
+      wait(*received[number % received.size()][index], from, kNotReceived);
+      sources_[index] = piece_from(from, number);
     }
     sum_in_rank_order(sources_, output + first, bytes_of(number) / itemsize(dtype), dtype);
     if (number + received.size() < pieces) {
@@ -320,14 +321,14 @@ void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t n
     return;
   }
   begin(name, Kind::AllReduce, dtype, bytes);
-  const std::shared_ptr<void> place = readable_place_of(data, bytes);
-  copy(place.get(), data, bytes);
+  const std::shared_ptr<void> readable = readable_memory(data, bytes);
+  copy(readable.get(), data, bytes);
   if (host_ != nullptr) {
-    host_->post(place.get(), bytes, Operation::Kind::AllReduce, dtype, bytes);
+    host_->post(readable.get(), bytes, Operation::Kind::AllReduce, dtype, bytes);
   }
-  // Other ranks of this host read `place`, which may be `data`, until sum_small returns.
+  // Other ranks of this host read `readable`, which may be `data`, until sum_small returns.
   char* const sum = memory_.get() + staging_.sum;
-  sum_small(static_cast<const char*>(place.get()), /*stride=*/0, sum, numel, dtype);
+  sum_small(static_cast<const char*>(readable.get()), /*stride=*/0, sum, numel, dtype);
   copy(data, sum, bytes);
   finish();
 }
@@ -335,8 +336,7 @@ void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t n
 // - The ranks of this host
 
 // Memory of the caller's, or else memory in its place, that the ranks of this host can read.
-std::shared_ptr<void> ComposedCollectives::readable_place_of(void* memory,
-                                                             std::size_t bytes) const {
+std::shared_ptr<void> ComposedCollectives::readable_memory(void* memory, std::size_t bytes) const {
   if (host_ == nullptr || host_->can_read(memory, bytes)) {
     return {memory, [](void*) {}};
   }

@@ -104,7 +104,7 @@ class ComposedCollectives {
                  DType dtype);
 
   // - Through memory that the ranks of this host share: Note [groups that span hosts]
-  std::shared_ptr<void> readable_place_of(void* memory, std::size_t bytes) const;
+  std::shared_ptr<void> readable_memory(void* memory, std::size_t bytes) const;
   template <typename Copy>
   void share_gathered(const char* mine, std::size_t reach, std::size_t bytes, const Copy& copy_of);
   template <typename Copy>

@@ -344,12 +344,12 @@ HostLanes SharedMemoryEndpoint::connect_on_host(const std::vector<std::string>& 
              " of ", ranks, " ranks on several hosts got ", addresses.size(),
              " addresses. Pass those of all ranks.");
   std::vector<std::string> here;
-  int place = -1;
+  int index = -1;
   for (const int beside : map.ranks_beside(rank)) {
-    place = beside == rank ? static_cast<int>(here.size()) : place;
+    index = beside == rank ? static_cast<int>(here.size()) : index;
     here.push_back(addresses[static_cast<std::size_t>(beside)]);
   }
-  LanePeers peers = peers_at(here, place);
+  LanePeers peers = peers_at(here, index);
   auto make = [&](int lane) {
     return std::make_unique<HostRanks>(arena_, *mailboxes_[lane], std::move(peers.of[lane]), map,
                                        rank, timeout);

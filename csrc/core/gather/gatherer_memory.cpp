@@ -102,11 +102,11 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
       bytes += align_up(bucket.buffers.group_shard, kRegionAlignment);
     });
     const std::shared_ptr<void> memory = group->allocate(device_, bytes, BufferUse::Input);
-    auto* place = static_cast<char*>(memory.get());
+    auto* next = static_cast<char*>(memory.get());
     each([&](Bucket& bucket) {
-      bucket.gather.group_->memory = std::shared_ptr<void>(memory, place);
+      bucket.gather.group_->memory = std::shared_ptr<void>(memory, next);
       bucket.gather.group_->kept_from = {};
-      place += align_up(bucket.buffers.group_shard, kRegionAlignment);
+      next += align_up(bucket.buffers.group_shard, kRegionAlignment);
     });
   }
 }
@@ -130,12 +130,12 @@ void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>
   }
   const std::size_t bytes = lane_.most(memory.kept_input_bytes, may_differ);
   const std::shared_ptr<void> all = lane_.allocate(bytes, BufferUse::Input);
-  auto* place = static_cast<char*>(all.get());
+  auto* next = static_cast<char*>(all.get());
   for (const auto& bucket : buckets) {
     if (bucket->buffers.gather_input > 0) {
-      bucket->gather.input_ = std::shared_ptr<void>(all, place);
+      bucket->gather.input_ = std::shared_ptr<void>(all, next);
       bucket->gather.cast_from_ = {};
-      place += align_up(bucket->buffers.gather_input, kRegionAlignment);
+      next += align_up(bucket->buffers.gather_input, kRegionAlignment);
     }
   }
 }

@@ -19,18 +19,18 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
   Stream& compute = device_.compute_stream();
   marks_ = device_.allocate(count * sizeof(std::uint64_t));
   device_.fill(compute, marks_.get(), 0, count * sizeof(std::uint64_t));
-  auto* place = static_cast<std::uint64_t*>(marks_.get());
+  auto* next = static_cast<std::uint64_t*>(marks_.get());
   for (const auto& bucket : buckets) {
     for (Unit* unit : bucket->units) {
       if (unit->gradients.nonfinite_marks_ != nullptr && unit->gradients.count() > 0) {
         Move move;
         move.source = unit->gradients.nonfinite_marks_;
-        move.destination = place;
+        move.destination = next;
         move.bytes = unit->gradients.count() * sizeof(std::uint64_t);
         device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
       }
-      unit->gradients.nonfinite_marks_ = place;
-      place += unit->gradients.count();
+      unit->gradients.nonfinite_marks_ = next;
+      next += unit->gradients.count();
     }
   }
 }

@@ -8,16 +8,16 @@ namespace {
 constexpr std::size_t kNowhere = static_cast<std::size_t>(-1);
 
 bool is_marked(const std::vector<char>& units, int unit) {
-  const auto place = static_cast<std::size_t>(unit);
-  return place < units.size() && units[place] != 0;
+  const auto index = static_cast<std::size_t>(unit);
+  return index < units.size() && units[index] != 0;
 }
 
 void mark(std::vector<char>& units, int unit, bool value) {
-  const auto place = static_cast<std::size_t>(unit);
-  if (place >= units.size()) {
-    units.resize(place + 1, 0);
+  const auto index = static_cast<std::size_t>(unit);
+  if (index >= units.size()) {
+    units.resize(index + 1, 0);
   }
-  units[place] = value ? 1 : 0;
+  units[index] = value ? 1 : 0;
 }
 
 bool is_of_first_run(const BackwardStep& step) {
@@ -145,13 +145,13 @@ std::size_t BackwardOrder::until_recomputation(int unit) const {
 
 // A region's calls are recomputed in the order of forward.
 CallId BackwardOrder::enter(int unit) {
-  std::size_t place = next_step_of(unit);
-  for (std::size_t i = place; i-- > 0 && is_of_first_run(steps_[i]);) {
+  std::size_t index = next_step_of(unit);
+  for (std::size_t i = index; i-- > 0 && is_of_first_run(steps_[i]);) {
     if (steps_[i].unit == unit && steps_[i].action == BackwardAction::Recompute) {
-      place = i;
+      index = i;
     }
   }
-  steps_[place].action = BackwardAction::Recomputed;
+  steps_[index].action = BackwardAction::Recomputed;
   steps_.push_back({BackwardAction::Pass, unit, next_recomputed_});
   return next_recomputed_++;
 }

@@ -109,8 +109,8 @@ ForwardCall* ForwardOrder::find(CallId id) {
   if (passes_.empty() || id < passes_.back().first) {
     return nullptr;
   }
-  const auto place = static_cast<std::size_t>(id - passes_.back().first);
-  return place < passes_.back().calls.size() ? &passes_.back().calls[place] : nullptr;
+  const auto index = static_cast<std::size_t>(id - passes_.back().first);
+  return index < passes_.back().calls.size() ? &passes_.back().calls[index] : nullptr;
 }
 
 void ForwardOrder::reset() {
@@ -123,8 +123,8 @@ void ForwardOrder::reset() {
 }
 
 int ForwardOrder::upcoming(std::size_t ahead) const {
-  const std::size_t place = next_ + ahead;
-  return place < last_order_.size() ? last_order_[place] : kNoUnit;
+  const std::size_t index = next_ + ahead;
+  return index < last_order_.size() ? last_order_[index] : kNoUnit;
 }
 
 bool ForwardOrder::has_entered(int unit) const {

@@ -52,27 +52,27 @@ char* first_of(const std::vector<Unit*>& units, const FlatMemory& flat) {
 
 // Units whose gradients are lent (Note [lent gradients]) have no memory, and count as adjacent.
 bool are_adjacent(const std::vector<Unit*>& units, const FlatMemory& flat) {
-  const char* place = first_of(units, flat);
-  const bool has_memory = place != nullptr;
+  const char* next = first_of(units, flat);
+  const bool has_memory = next != nullptr;
   for (const Unit* unit : units) {
     const std::size_t bytes = flat.bytes(unit->layout);
-    if (bytes > 0 && (unit->port.*flat.address)() != place) {
+    if (bytes > 0 && (unit->port.*flat.address)() != next) {
       return false;
     }
-    place += has_memory ? bytes : 0;
+    next += has_memory ? bytes : 0;
   }
   return true;
 }
 
 void move_into(const std::vector<Unit*>& units, const FlatMemory& flat,
                const std::shared_ptr<void>& memory) {
-  auto* place = static_cast<char*>(memory.get());
+  auto* next = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
     const std::size_t bytes = flat.bytes(unit->layout);
     if (bytes > 0) {
-      (unit->port.*flat.move)(std::shared_ptr<void>(memory, place));
+      (unit->port.*flat.move)(std::shared_ptr<void>(memory, next));
     }
-    place += bytes;
+    next += bytes;
   }
 }
 
@@ -183,15 +183,15 @@ std::shared_ptr<void> Bucket::allocate_gradients(Device& device, Stream& stream)
 
 void Bucket::renew_gradients(const std::shared_ptr<void>& memory) {
   const bool has_lent = has_lent_gradients();
-  auto* place = static_cast<char*>(memory.get());
+  auto* next = static_cast<char*>(memory.get());
   for (Unit* unit : units) {
-    const std::shared_ptr<void> part(memory, place);
+    const std::shared_ptr<void> part(memory, next);
     if (has_lent && !unit->port.has_held_gradients()) {
       unit->port.set_gradient_memory(part);
     } else {
       unit->port.renew_gradient(part);
     }
-    place += kGradients.bytes(unit->layout);
+    next += kGradients.bytes(unit->layout);
   }
 }
 

@@ -198,7 +198,7 @@ class Extension:
     ) -> None:
         assert param.own is not None
         self.name = param.name
-        self.place = -1  # in the layout
+        self.index = -1  # in the layout
         self._sharded = param.sharded
         self._module = weakref.ref(param.attributes[0][0])
         self._shape, self._padded = param.shape, param.own.size
@@ -344,7 +344,7 @@ class UnitExtensions:
     @torch.inference_mode(False)
     @torch.no_grad()
     def attach(self) -> dict[int, nn.Parameter]:
-        """Make the unsharded parameters; return the new ones by their place in the layout."""
+        """Make the unsharded parameters; return the new ones by their index in the layout."""
         try:
             for extension in self.extensions:
                 extension.attach()
@@ -352,8 +352,8 @@ class UnitExtensions:
             for extension in self.extensions:
                 extension.undo_attach()
             raise
-        made = {extension.place: extension.take_new() for extension in self.extensions}
-        return {place: param for place, param in made.items() if param is not None}
+        made = {extension.index: extension.take_new() for extension in self.extensions}
+        return {index: param for index, param in made.items() if param is not None}
 
     @hidden_from_dynamo
     def detach(self) -> None:
@@ -381,9 +381,9 @@ def place_extensions(
     for entry, part, view in zip(entries, parts, views, strict=True):
         if isinstance(entry, GatherInput):
             entry.part, entry.output = part, view
-    places = [place for place, entry in enumerate(entries) if not entry.is_gathered]
-    for extension, place in zip(extensions, places, strict=True):
-        extension.place = place
+    indices = [index for index, entry in enumerate(entries) if not entry.is_gathered]
+    for extension, index in zip(extensions, indices, strict=True):
+        extension.index = index
     return UnitExtensions(extensions)
 
 

@@ -74,7 +74,7 @@ class FlatParameter:
         """Let the module have the flat parameter. The unit is sharded."""
         if not self.is_shown:
             self.is_shown = True
-            for module, name in self._unit.places():
+            for module, name in self._unit.attributes():
                 module.__dict__[name] = module._parameters.pop(name)
             self._module._parameters[NAME] = self.param
 
@@ -83,7 +83,7 @@ class FlatParameter:
         if self.is_shown:
             self.is_shown = False
             del self._module._parameters[NAME]
-            for module, name in self._unit.places():
+            for module, name in self._unit.attributes():
                 module._parameters[name] = module.__dict__.pop(name)
 
     def adopt(self) -> None:

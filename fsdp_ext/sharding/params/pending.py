@@ -23,14 +23,14 @@ class _Copy:
 
     Args:
         unit: number of the parameter's unit.
-        place: the parameter's place in the unit's layout.
+        index: the parameter's index in the unit's layout.
         gradient: the copy: a DTensor if the parameter was one before it was sharded.
         local: this rank's tensor of it.
         version: the result of :meth:`count` when the copy was made.
     """
 
     unit: int
-    place: int
+    index: int
     param: ShardedParam
     gradient: torch.Tensor
     local: torch.Tensor
@@ -95,7 +95,7 @@ class PendingGradients:
                 continue
             packed = torch.cat(parts, dim=1)
             for copy in of_unit:
-                for whole, chunk in _chunks(impl, unit, copy.place, copy.param, copy.local, packed):
+                for whole, chunk in _chunks(impl, unit, copy.index, copy.param, copy.local, packed):
                     torch.mul(whole, impl.pre_scale(unit), out=chunk)
             first = 0
             for part in parts:
@@ -106,7 +106,7 @@ class PendingGradients:
 def _pending(
     impl: _C.TorchRoot, unit: int, entries: Sequence[Entry]
 ) -> Iterator[tuple[int, ShardedParam]]:
-    """Yield the parameters that have accumulated gradients, and their places in the layout."""
+    """Yield the parameters that have accumulated gradients, and their indices in the layout."""
     has = iter(impl.has_accumulated(unit))
     for index, (entry, place) in enumerate(
         zip(entries, impl.layout_of(unit).placements, strict=True)

@@ -19,19 +19,19 @@ def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
         ValueError: if a parameter was tied to one of another unit.
     """
     owners = {param.sharded: unit for unit in units for param in unit.params}
-    places = {place: unit for unit in units for place in unit.places()}
-    ignored = {place for unit in units for place in unit.ignored}
+    units_of = {attribute: unit for unit in units for attribute in unit.attributes()}
+    ignored = {attribute for unit in units for attribute in unit.ignored}
     for prefix, module in root.named_modules():
-        for attribute, param in module._parameters.items():
-            place = (module, attribute)
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if param is None or place in ignored or is_flat(param):
+        for own_name, param in module._parameters.items():
+            attribute = (module, own_name)
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            if param is None or attribute in ignored or is_flat(param):
                 continue
-            owner, unit = owners.get(param), places.get(place)
+            owner, unit = owners.get(param), units_of.get(attribute)
             if owner is not None and unit is not None and owner is not unit:
                 raise ValueError(
                     f"parameter '{name}' of unit '{unit.name}' was tied to one of unit "
-                    f"'{owner.name}', named '{_name_of(root, param, place)}', after "
+                    f"'{owner.name}', named '{_name_of(root, param, attribute)}', after "
                     "fully_shard. Tie them before, and put their modules into one unit: "
                     "fully_shard([a, b])."
                 )

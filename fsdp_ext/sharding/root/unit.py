@@ -132,7 +132,7 @@ class Unit(ParamGroup):
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
-        self.params: list[ShardedParam] = [sharded[place] for place in self._layout_order(sharded)]
+        self.params: list[ShardedParam] = [sharded[index] for index in self._layout_order(sharded)]
         self._place_in_flat_shard(loading=False)
         _alive.add(self)
 
@@ -142,7 +142,7 @@ class Unit(ParamGroup):
         if not self.inputs:
             return self.params
         entries: list[Entry] = [*self.params, *self.inputs]
-        return [entries[place] for place in self._layout_order(entries)]
+        return [entries[index] for index in self._layout_order(entries)]
 
     def change(self, **settings: Any) -> None:
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
@@ -283,7 +283,7 @@ class Unit(ParamGroup):
                 self._register(param)
             raise
         if any(replaced):  # the order depends on which parameters are gathered
-            self.params = [self.params[place] for place in self._layout_order(self.params)]
+            self.params = [self.params[index] for index in self._layout_order(self.params)]
         return self._place_in_flat_shard(loading=loading) or any(replaced)
 
     @torch.inference_mode(False)
@@ -331,9 +331,9 @@ class Unit(ParamGroup):
             self.flat_param.follow()
         return True
 
-    def places(self) -> list[tuple[nn.Module, str]]:
+    def attributes(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and names of all attributes that refer to its parameters."""
-        return [place for param in self.params for place in param.attributes]
+        return [attribute for param in self.params for attribute in param.attributes]
 
     def phase(self) -> str:
         """Return which pass of its model runs: "forward", "backward" or "idle"."""

@@ -74,11 +74,11 @@ def converting(unit: Unit) -> Iterator[None]:
 
     ``Module._apply`` swaps a parameter that is a DTensor with a new one that lacks its attributes.
     """
-    now = [(place, registered(*place)) for place in unit.places()]
-    kept = [(place, dict(vars(param))) for place, param in now if param is not None]
+    now = [(attribute, registered(*attribute)) for attribute in unit.attributes()]
+    kept = [(attribute, dict(vars(param))) for attribute, param in now if param is not None]
     yield
-    for place, attributes in kept:
-        param = registered(*place)
+    for attribute, attributes in kept:
+        param = registered(*attribute)
         if param is not None:
             vars(param).update(attributes)
     adopt_changes(unit)
