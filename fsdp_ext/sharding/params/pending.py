@@ -97,10 +97,8 @@ class PendingGradients:
             for copy in of_unit:
                 for whole, chunk in _chunks(impl, unit, copy.index, copy.param, copy.local, packed):
                     torch.mul(whole, impl.pre_scale(unit), out=chunk)
-            first = 0
-            for part in parts:
-                part.copy_(packed.narrow(1, first, part.shape[1]))
-                first += part.shape[1]
+            widths = [part.shape[1] for part in parts]
+            torch._foreach_copy_(parts, torch.split(packed, widths, dim=1))
 
 
 def _pending(

@@ -126,7 +126,4 @@ def put(
                 chunks.copy_(each.chunks)
                 if each.scale != impl.pre_scale(number):
                     chunks.mul_(impl.pre_scale(number) / each.scale)
-        first = 0
-        for part in parts:
-            part.copy_(whole.narrow(1, first, part.shape[1]))
-            first += part.shape[1]
+        torch._foreach_copy_(parts, torch.split(whole, [part.shape[1] for part in parts], dim=1))
