@@ -181,7 +181,8 @@ def predict(
     program = _Program(chain, clock, gathers, reductions, _Ring(slots), depth)
     program.run(has_root=root is not None)
     for lane in lanes:
-        clock.drain(lane)
+        if lane.jobs:
+            clock.wait_for(lane.jobs[-1])
     compute = sum(stage.forward + stage.backward for stage in chain)
     compute += 0.0 if updates_on_lane else sum(stage.update for stage in chain)
     return Prediction(
@@ -277,10 +278,6 @@ class _Clock:
 
     def wait_for(self, job: _Job) -> None:
         while not job.done:
-            self._advance(math.inf)
-
-    def drain(self, lane: _Lane) -> None:
-        while lane.jobs:
             self._advance(math.inf)
 
     def _advance(self, compute: float) -> float:

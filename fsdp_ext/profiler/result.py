@@ -55,10 +55,9 @@ class Recording:
     wall_clock: int = 0
 
     def _update(self, **changes: Any) -> None:
-        """Set attributes, and forget what was computed from them."""
+        """Set attributes, and forget the exposures that were computed from them."""
         vars(self).update(changes)
-        for computed in ("exposures", "_slowdown"):
-            vars(self).pop(computed, None)
+        vars(self).pop("exposures", None)
 
     @property
     def ranks(self) -> dict[int, list[Iteration]]:
@@ -96,10 +95,6 @@ class Recording:
 
     def slowdown(self) -> Slowdown | None:
         """Return how much slower units compute beside communication; None if that is unknown."""
-        return self._slowdown
-
-    @cached_property
-    def _slowdown(self) -> Slowdown | None:
         return slowdown(self.iterations, self.kinds)
 
     def members(self, units: tuple[int, int]) -> list[int]:
