@@ -56,7 +56,7 @@ def save(
     Raises:
         OSError: if a file cannot be written, or another job saves into the directory.
         TypeError: if something cannot be saved, named in the message.
-        ValueError: if an argument cannot be used.
+        ValueError: if an argument cannot be used, or an optimizer's state differs between ranks.
         OtherRanksError: if another rank could not save.
     """
     directory = Path(directory).absolute()

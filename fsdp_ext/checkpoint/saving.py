@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,15 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
     """
     with contextlib.ExitStack() as lock:
 
-        def begin(digests: list[str]) -> Any:
+        def begin(values: list[tuple[str, dict[str, str]]]) -> Any:
+            names, states = zip(*values, strict=True)
+            _check_equal(states)
             lock.enter_context(directories.locked(directory))
-            return directories.begin(directory).name, len(set(digests)) == 1
+            return directories.begin(directory).name, len(set(names)) == 1
 
-        value = snapshot if isinstance(snapshot, Exception) else snapshot.digest_of_names
+        value: Any = snapshot
+        if isinstance(snapshot, Snapshot):
+            value = snapshot.digest_of_names, snapshot.checksums_of_whole_states()
         name, same_names = ranks.agree("checkpoint.save", value, begin)
         assert isinstance(snapshot, Snapshot)
         folder = directory / name
@@ -75,6 +80,20 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             raise
         ranks.leave("checkpoint.save")
         return target
+
+
+def _check_equal(states: Sequence[dict[str, str]]) -> None:
+    """Raise ValueError if a state that all ranks have whole differs between them."""
+    known: dict[str, tuple[str, int]] = {}
+    for rank, of_rank in enumerate(states):
+        for name, found in of_rank.items():
+            expected, first = known.setdefault(name, (found, rank))
+            if found != expected:
+                raise ValueError(
+                    f"the optimizer's state '{name}' is no DTensor, and ranks {first} and {rank} "
+                    "have different values of it. Save this optimizer's states in extra, of which "
+                    "each rank saves its own."
+                )
 
 
 def digest(content: Any) -> str:

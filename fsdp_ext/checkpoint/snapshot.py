@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint.boxes import Box, own_boxes
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.state_dicts import State, optimizer_state, weights_of
-from fsdp_ext.checkpoint.tensor_files import checksum, round_up
+from fsdp_ext.checkpoint.tensor_files import checksum, memory_of, round_up
 from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.weights import aliases_of
 
@@ -118,6 +118,21 @@ class Snapshot:
             if not box.is_sharded
         ]
         return checksum(json.dumps([names, self.elements]).encode())
+
+    def checksums_of_whole_states(self) -> dict[str, str]:
+        """Return checksums of the optimizer's states that all ranks of a sharded model have whole.
+
+        Such a state may differ between ranks, for example if an optimizer makes it from the rank's
+        shard. Scalars are left out.
+        """
+        if not any(box.is_sharded for box in self.kinds["weights"].boxes.values()):
+            return {}
+        boxes = self.kinds["optimizer"].boxes if "optimizer" in self.kinds else {}
+        return {
+            name: checksum(memory_of(box.tensor.detach().cpu().contiguous()))
+            for name, box in boxes.items()
+            if not box.is_sharded and box.tensor.ndim
+        }
 
     def staged(self, memory: torch.Tensor) -> tuple[Snapshot, list[Copy]]:
         """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""

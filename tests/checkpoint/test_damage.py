@@ -419,3 +419,39 @@ def _one_rank_fails(place: Path) -> None:
 
 def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
     run_ranks(_one_rank_fails, 2, tmp_path)
+
+
+class KeepsLargest(torch.optim.SGD):
+    """Has the largest value of each rank's own shard, or of all ranks' as a state."""
+
+    of_all = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            largest = param.to_local().max().view(1)
+            if self.of_all:
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self.state[param]["largest"] = largest
+        return super().step(closure)
+
+
+def _states_of_ranks_differ(place: Path) -> None:
+    torch.manual_seed(0)
+    model = fsdp_ext.fully_shard(Net(6))
+    optimizer = KeepsLargest(model.parameters(), lr=0.1)
+    optimizer.step()
+    kind = ValueError if dist.get_rank() == 0 else checkpoint.OtherRanksError
+    with pytest.raises(kind, match=r"/largest' is no DTensor, and ranks 0 and 1 have different"):
+        checkpoint.save(place, model, optimizer)
+    optimizer.of_all = True
+    optimizer.step()
+    checkpoint.save(place, model, optimizer)
+    optimizer.state.clear()
+    checkpoint.load(place, model, optimizer)
+    largest = model.first.weight.full_tensor().max()
+    assert torch.equal(optimizer.state[model.first.weight]["largest"], largest.view(1))
+
+
+def test_states_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    run_ranks(_states_of_ranks_differ, 2, tmp_path)
