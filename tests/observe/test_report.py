@@ -19,6 +19,7 @@ from support.launcher import run_ranks
 from support.profiling import LAYERS, UNIT, check_sums, make, profiled
 
 from fsdp_ext import Link, Simulated
+from fsdp_ext.profiler.recording import Iteration
 
 
 def _rows_of_units() -> None:
@@ -63,10 +64,10 @@ def test_rank_0_prints_the_report_and_every_rank_returns_its_own() -> None:
     assert "rank 1" in chosen
 
 
-def _check_picture(svg: str, milliseconds: float) -> None:
+def _check_picture(svg: str, step: Iteration) -> None:
     """Check that a step's picture shows all of it, and that its bars have names."""
     texts = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
-    assert "other" in texts  # the time outside of passes
+    assert "other" in texts or step.other < step.step / 10  # a short bar has no room for its name
     assert {str(number) for number in range(LAYERS)} <= set(texts)
     axis = svg.partition('id="matplotlib.axis_1"')[2].partition('id="matplotlib.axis_2"')[0]
     ticks = [
@@ -80,7 +81,7 @@ def _check_picture(svg: str, milliseconds: float) -> None:
         float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", svg.partition('id="axes_1"')[2])
     )
     shown = zero + (end - zero) * (right - first) / (last - first)
-    assert shown == pytest.approx(milliseconds, rel=0.02)
+    assert shown == pytest.approx(step.step * 1e3, rel=0.02)
 
 
 def _outputs(directory: Path) -> None:
@@ -91,7 +92,7 @@ def _outputs(directory: Path) -> None:
     prof.plot(directory / "step.png")
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # texts stay texts
         prof.plot(directory / "step.svg", iteration=0)
-    _check_picture((directory / "step.svg").read_text(), prof.iterations[0].step * 1e3)
+    _check_picture((directory / "step.svg").read_text(), prof.iterations[0])
     prof.to_json(directory / "prof.json")
     with pytest.raises(ValueError, match="got iteration=9, but 4 steps were"):
         prof.plot(directory / "step.png", iteration=9)
