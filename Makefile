@@ -62,7 +62,7 @@ $(VENV)/.tools: pyproject.toml
 $(VENV)/.train: $(VENV)/.tools
 	@echo "=== set-up: $(TORCH) and what the examples need into $(VENV)"
 	"$(BIN)/pip" install --quiet "$(TORCH)"
-	"$(BIN)/python" setup.py --quiet build_ext --inplace
+	FSDP_WERROR=1 "$(BIN)/python" setup.py --quiet build_ext --inplace
 	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[examples]"
 	touch "$@"
 
@@ -79,7 +79,7 @@ $(VENV)/.dev: $(VENV)/.test
 # Ninja knows what has changed, so this always asks it. With nothing to do it takes seconds.
 .PHONY: extension
 extension: $(VENV)/.train  ## (re)build the extension in place
-	"$(BIN)/python" setup.py --quiet build_ext --inplace
+	FSDP_WERROR=1 "$(BIN)/python" setup.py --quiet build_ext --inplace
 
 .PHONY: develop
 develop: $(VENV)/.dev extension  ## set up .venv with all tools and (re)build the extension
@@ -186,17 +186,19 @@ test-ecosystem: $(ECOSYSTEM_VENV)/.ready extension  ## train with transformers, 
 	@# Not in parallel: the tests share one pair of ranks, which imports the libraries once.
 	"$(ECOSYSTEM_BIN)/python" -m pytest tests/ecosystem $(PYTEST_ARGS)
 
-# In the extension's build directory, so that the core is compiled once for both.
+# build/cpp is a link to the extension's build for CPUs, if there is one, which has the same core.
 .PHONY: test-cpp
 test-cpp: extension  ## run only the C++ tests, and check that the packer is vectorised
 	@echo "=== test: the C++ tests"
-	"$(BIN)/cmake" -B "$$(realpath build/latest)" -DFSDP_BUILD_TESTS=ON
-	"$(BIN)/cmake" --build build/latest --parallel $(JOBS)
-	$(CTEST) --test-dir build/latest
+	$(CMAKE) -B "$$(realpath -m build/cpp)"
+	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS)
+	$(CTEST) --test-dir build/cpp
 
 .PHONY: check-vectorised
 check-vectorised: extension  ## show which of the packer's loops the compiler vectorised
-	"$(BIN)/python" tools/check_vectorised.py build/latest csrc/pack/pack_host.cpp \
+	$(CMAKE) -B "$$(realpath -m build/cpp)"
+	"$(BIN)/cmake" --build build/cpp --parallel $(JOBS) --target fsdp_core
+	"$(BIN)/python" tools/check_vectorised.py build/cpp csrc/pack/pack_host.cpp \
 		csrc/comm/shared_memory/rank_order_sum.cpp
 
 .PHONY: sanitize sanitize-thread sanitize-address

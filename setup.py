@@ -363,6 +363,8 @@ def run_cmake(version: str) -> Path:
     }
     if kind == "CUDA" and nvcc is not None:
         settings |= settings_of(nvcc, directory)
+    elif os.environ.get("FSDP_WERROR"):
+        settings["FSDP_WERROR"] = "ON"
     configure = [cmake, "--log-level=NOTICE", "-S", str(ROOT), "-B", str(directory), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
     build = [cmake, "--build", str(directory), "--target", "_C", "--parallel", str(jobs())]
@@ -391,10 +393,11 @@ class CMakeBuild(build_ext):
         super().copy_extensions_to_source()
         info = Path(self.build_lib) / "fsdp_ext" / BUILD_INFO
         self.copy_file(str(info), str(ROOT / "fsdp_ext" / BUILD_INFO))
-        # The Makefile builds the C++ tests in the same directory.
-        latest = ROOT / "build" / "latest"
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(self.built.name)
+        # The Makefile builds the C++ tests in the directory of a CPU build, with the same core.
+        tests = ROOT / "build" / "cpp"
+        if self.built.name.startswith("cpu-") and (tests.is_symlink() or not tests.exists()):
+            tests.unlink(missing_ok=True)
+            tests.symlink_to(self.built.name)
 
 
 setup(ext_modules=[Extension(EXTENSION, sources=[])], cmdclass={"build_ext": CMakeBuild})
