@@ -103,6 +103,7 @@ class profile(Recording):
                 "This model is already being profiled, since the block is inside another profile's "
                 "block. Use the outer profile."
             )
+        self._check_model()
         self._update(by_rank={}, late={}, lost=0)
         self._impl.keep_times(self.kept)
         self._note_buckets()
@@ -124,14 +125,11 @@ class profile(Recording):
         _profiled.discard(self._root)
         for hook in self._hooks:
             hook.remove()
-        if kind is not None:
-            self._impl.keep_times(0)  # the block's own error says more
+        if kind is not None:  # the block's own error says more
+            if self._has_model():
+                self._impl.keep_times(0)
             return
-        if self._root.impl is not self._impl:
-            raise RuntimeError(
-                "profile lost track of the model, whose parameters were replaced, frozen or "
-                "unfrozen in the block. Profile the steps after that."
-            )
+        self._check_model()
         raw, lost = self._impl.take_times()
         end = time.monotonic()
         self._impl.keep_times(0)
@@ -149,12 +147,23 @@ class profile(Recording):
         )
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._has_parameters_of(optimizer):
+        if self._has_model() and self._has_parameters_of(optimizer):
             self._impl.begin_step()
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._has_parameters_of(optimizer):
+        if self._has_model() and self._has_parameters_of(optimizer):
             self._impl.end_step()
+
+    def _has_model(self) -> bool:
+        """Return whether the root is still the one that the profile was made for."""
+        return self._root.impl is self._impl
+
+    def _check_model(self) -> None:
+        if not self._has_model():
+            raise RuntimeError(
+                "profile lost track of the model, whose parameters were replaced, frozen or "
+                "unfrozen since profile(model) was called. Make another profile after that."
+            )
 
     def _has_parameters_of(self, optimizer: Optimizer) -> bool:
         return any(

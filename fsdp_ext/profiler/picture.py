@@ -100,7 +100,7 @@ def _rows_of(iteration: Iteration) -> list[str]:
 
 
 def _chosen_step(iterations: list[Iteration], chosen: int | None) -> Iteration:
-    """Return the step number ``chosen``, or the one of median length."""
+    """Return the step at index ``chosen``, or the one of median length."""
     if chosen is None:
         middle = statistics.median_low([iteration.step for iteration in iterations])
         return next(one for one in iterations if one.step == middle)

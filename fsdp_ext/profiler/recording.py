@@ -188,7 +188,7 @@ def read_iterations(
     """
     whole: list[tuple[int, tuple[Span, ...]]] = []
     for number, timed in raw:
-        spans = tuple(_nested([Span(**fields) for fields in timed]))
+        spans = tuple(_without_closures(_nested([Span(**fields) for fields in timed])))
         if all(span.end > 0 for span in spans) and any(span.work == "forward" for span in spans):
             whole.append((number, spans))
     begins = {
@@ -223,6 +223,17 @@ def _nested(spans: list[Span]) -> list[Span]:
             result[index] = replace(span, begin=min(cut))
         open_spans.append(index)
     return result
+
+
+def _without_closures(spans: list[Span]) -> list[Span]:
+    """Leave out each step() whose closure ran backward, which would count its time twice."""
+    backwards = [span for span in spans if span.work == "backward"]
+    return [
+        span
+        for span in spans
+        if span.work != "step"
+        or not any(span.begin <= inner.begin and inner.end <= span.end for inner in backwards)
+    ]
 
 
 def merged_intervals(spans: Sequence[Span], gap: float) -> list[tuple[float, float]]:

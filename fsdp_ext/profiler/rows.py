@@ -47,9 +47,10 @@ class Row:
         collectives: number of collectives that carry it, or of updates.
         nbytes: bytes on the wire, summed over the ranks that shard the model; of an all-reduce,
             those of one rank.
-        wire: seconds on the wire, or of the optimizer.
+        wire: seconds of the collectives, or of the updates.
         hidden: those seconds that overlap compute.
-        exposed: seconds that the compute stream waited for it, whatever delayed it, or ran it.
+        exposed: seconds that the compute stream waited for it, whatever delayed it; of the
+            optimizer also those in which that stream ran it.
         causes: seconds of ``exposed`` by cause.
         slowest: the worst straggler, by its seconds summed over the collectives. None unless ranks
             were merged.

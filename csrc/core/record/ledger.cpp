@@ -109,11 +109,20 @@ void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange un
 std::int32_t Ledger::mark_compute() { return has_times() ? mark(compute_) : WorkSpan::kNever; }
 
 void Ledger::begin_step() {
+  if (number_of(step_) != WorkSpan::kNever) {
+    inner_steps_ += 1;
+    return;
+  }
+  inner_steps_ = 0;
   const bool is_recorded = !device_.is_capturing() && mark_compute() != WorkSpan::kNever;
   step_ = is_recorded ? last_compute_moment_ : IterationIndex{};
 }
 
 void Ledger::end_step() {
+  if (inner_steps_ > 0) {
+    inner_steps_ -= 1;
+    return;
+  }
   const std::int32_t begin = number_of(std::exchange(step_, {}));
   if (begin != WorkSpan::kNever && !device_.is_capturing()) {
     IterationIndex span = open_at(begin, Work::Step, kAllUnits);

@@ -184,8 +184,8 @@ class Ledger {
   void wait(Event& event, const std::string& what, Work work, UnitRange units);
   // Marks a moment of the compute stream. Returns WorkSpan::kNever if no times are kept.
   std::int32_t mark_compute();
-  // Mark a step() on the compute stream. It is recorded unless an iteration begins inside it, as
-  // its closure may run forward.
+  // Mark a step() on the compute stream. A step() whose closure begins an iteration is not
+  // recorded, and neither are those inside another one.
   void begin_step();
   void end_step();
   IterationIndex last_compute_moment() const { return last_compute_moment_; }
@@ -228,7 +228,8 @@ class Ledger {
   Iteration* now_ = nullptr;        // the current one, if its times are kept
   Phase phase_ = Phase::Other;
   IterationIndex last_compute_moment_;
-  IterationIndex step_;  // the moment at which a step() began
+  IterationIndex step_;  // the moment at which the outermost step() began
+  int inner_steps_ = 0;  // step() calls inside it that have not ended
 };
 
 // Records what is issued to `stream` during its lifetime as one span.
