@@ -14,7 +14,7 @@ MOST_RANKS = 2**24
 # More steps than a measurement needs; each one takes memory.
 MOST_STEPS = 10**6
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{prefix}i": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}
 
 
@@ -25,11 +25,13 @@ def is_at_least(value: object, least: int, most: int = LARGEST) -> bool:
 
 def bytes_in(text: str) -> int | None:
     """Return the number of bytes of a size such as "80GB", "40MiB" or "100"; None if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    size = r"(\d+)\s*B?|(\d+(?:\.\d+)?)\s*([KMGT]i?)B?"
+    match = re.fullmatch(size, text.strip(), re.IGNORECASE)
     if match is None:
         return None
-    unit = match[2] or ""
-    return int(float(match[1]) * _UNITS[unit[:1].upper() + unit[1:].lower()])
+    if match[1] is not None:
+        return int(match[1])
+    return int(float(match[2]) * _UNITS[match[3][:1].upper() + match[3][1:].lower()])
 
 
 def is_real(value: object) -> TypeGuard[float]:

@@ -56,6 +56,15 @@ def units_to_attach(
     return {unit: frozenset(params) for unit, params in found.items()}
 
 
+def frees_gradients(unit: Unit) -> bool:
+    """Return whether an attached optimizer steps all parameters that the unit trains."""
+    update: Any = unit.settings.update  # functools.partial of FlatStep._step_in_backward
+    if update is None:
+        return False
+    stepped = {param for group in update.args[0].params for param in group}
+    return all(entry.sharded in stepped for entry in unit.params if entry.requires_grad)
+
+
 def _reason_against(unit: Unit) -> str | None:
     if unit.settings.offloads:
         return "has its shards on the host"

@@ -21,18 +21,19 @@ class Adam(FlatStep, torch.optim.Adam):
 class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
 
-    A parameter may get its first gradient after others, also if ``fused`` is true.
+    A parameter may get its first gradient after others. If ``fused`` is true, that needs
+    ``dampening=0``, or else ``step`` raises RuntimeError.
     """
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
-        # PyTorch's fused code takes either no momentum of a group, in its first step, or all.
+        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
         if group["fused"] and 0 < sum(each is None for each in momentums) < len(momentums):
             if group["dampening"] != 0:
                 raise RuntimeError(
-                    "fsdp_ext.optim.SGD got the first gradient of a parameter in a later step than "
-                    "that of others, with dampening, which PyTorch's fused code cannot step. Pass "
-                    "foreach=True."
+                    "fsdp_ext.optim.SGD got a parameter's first gradient in a later step than "
+                    "those of its group. PyTorch's fused code cannot step this with dampening. "
+                    "Pass foreach=True."
                 )
             # Without dampening, a first step equals one from a momentum of 0.
             momentums[:] = [

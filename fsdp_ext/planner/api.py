@@ -86,10 +86,10 @@ def plan(
     order.
 
     The memory includes all allocations of fsdp_ext and the optimizer, without activations. Times
-    are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives
-    and, if ``copies`` is given, casts and copies, and the updates of an attached optimizer, but no
-    step after backward. A unit that
-    encloses other units is taken to compute before them, except for the root.
+    are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives,
+    the updates of an attached optimizer and, with ``copies``, casts and copies. They do not include
+    a step after backward. A unit that encloses other units is taken to compute before them, except
+    for the root.
 
     Args:
         model: a model that ``fully_shard`` was applied to or that ``FullyShardedDataParallel``
@@ -120,15 +120,17 @@ def plan(
         device_type: "cuda" or "cpu"; by default the mesh's, or "cuda".
         optimizer_states: how many tensors of its size and dtype the optimizer keeps for each
             trainable parameter: 2 for AdamW, 1 for SGD with momentum.
-        optimizer_attached: whether an optimizer of ``fsdp_ext.optim`` that has all parameters is
-            attached. By default it is to the units of a sharded model that have one.
+        optimizer_attached: True or False: whether an attached optimizer of ``fsdp_ext.optim`` steps
+            all parameters in backward. None: as the units of a sharded model are set; a plain model
+            has none. NCCL's registered gradients, which stay allocated, are not counted.
         batch: what one rank calls the model with: tensors, a tuple of arguments, or a mapping of
             keywords. It is used to count floating-point operations
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors
             may be on the meta device.
         flops_per_second: how fast a rank computes; needs ``batch``.
-        compute: measured seconds of forward and backward instead, by name of the unit, and of its
-            update if an attached optimizer makes one. The root's name is "the root".
+        compute: measured seconds by name of the unit, instead of ``flops_per_second``: forward,
+            backward and, if an attached optimizer updates the unit, its update. The root's name is
+            "the root".
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of casts and unpacking around gathers, and of packing around
             reductions. With an ``offload_policy`` copies from and to the host are among them.
@@ -179,22 +181,12 @@ def plan(
     set_attached(root.units, optimizer_attached)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
+    links = resolve_links(link, replica_link, typical, target)
+    costs = None
     if seconds is not None:
         check_times(root.units, seconds)
-    links = resolve_links(link, replica_link, typical, target)
-    within, between = links
-    costs = (
-        None
-        if seconds is None
-        else StepCosts(
-            seconds,
-            within,
-            contention,
-            copies,
-            between,
-            updates_on_lane=target.device_type == "cuda",
-        )
-    )
+        on_lane = target.device_type == "cuda"
+        costs = StepCosts(seconds, links[0], contention, copies, links[1], on_lane)
     result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result

@@ -204,8 +204,8 @@ def _resolve_ranks(
     check_ranks("plan", ranks, replicas)
     if simulated is not None and (ranks, replicas) != usual:
         raise ValueError(
-            f"plan got world_size={ranks}, replicas={replicas} and a simulated transport with "
-            f"world_size={usual[0]}, replicas={usual[1]}. Leave out those of plan."
+            f"plan was asked for {ranks} ranks and {replicas} replicas, but its simulated "
+            f"transport has {usual[0]} and {usual[1]}. Leave out world_size and replicas."
         )
     return PlannedRanks(ranks // replicas, replicas)
 
@@ -238,7 +238,11 @@ def check_groups(units: Sequence[ParamGroup]) -> None:
 
 
 def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
-    """Set whether an attached optimizer steps the units, unless that is left open.
+    """Set whether an attached optimizer steps the units.
+
+    Args:
+        units: the units.
+        asked: the argument of ``plan``. None leaves each unit as it is.
 
     Raises:
         TypeError: if ``asked`` is neither a bool nor None.
@@ -249,16 +253,21 @@ def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
     asked = as_bool("plan", "optimizer_attached", asked)
     for unit in units:
         if asked and (unit.settings.offloads or unit.settings.is_flat):
-            what = "has its shards on the host" if unit.settings.offloads else "is flat"
+            is_flat = not unit.settings.offloads
+            what = "has a flat parameter" if is_flat else "has its shards on the host"
             raise ValueError(
                 f"plan got optimizer_attached=True, but unit '{unit.name}' {what} and cannot be "
                 "stepped in backward. Leave it out."
             )
-        unit.is_attached = asked
+        unit.is_attached = unit.frees_gradients = asked
 
 
 def check_times(units: Sequence[PlannedUnit], seconds: Sequence[Sequence[float]]) -> None:
-    """Check that times can be predicted from the seconds of each unit.
+    """Check that times can be predicted.
+
+    Args:
+        units: the units.
+        seconds: the seconds of each unit: forward, backward and, if there is one, update.
 
     Raises:
         NotImplementedError: if a unit is resharded to a smaller group, whose gathers may travel
@@ -282,8 +291,8 @@ def check_times(units: Sequence[PlannedUnit], seconds: Sequence[Sequence[float]]
             )
         if not is_updated and len(of_unit) > 2:
             raise ValueError(
-                f"compute has three numbers for '{unit.name}', which no attached optimizer "
-                "updates. Pass the seconds of its forward and backward."
+                f"plan got three numbers for '{unit.name}' in compute, but no attached optimizer "
+                "updates this unit. Pass the seconds of forward and backward."
             )
 
 

@@ -78,9 +78,9 @@ class PredictedSpan:
     """The work of one lane for one stage, in seconds after the step began.
 
     ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has two
-    spans on "compute", one in forward and one in backward. Its update is one more, or one on the
-    lane of its reduction. If gradients are packed ahead, it has
-    two on "reduce": the copies and the wire. With replicas it has one span there for each message.
+    spans on "compute", one in forward and one in backward. An update adds one, on "compute" or on
+    the lane of the reduction. If gradients are packed ahead, it has two on "reduce": the copies and
+    the wire. With replicas it has one span there for each message.
     """
 
     lane: str
@@ -133,10 +133,11 @@ def predict(
     A slot is free when its stage's forward has ended. Backward runs the stages in reverse. Stages
     whose slot has not been taken since forward are still there, and the others are gathered again.
     A stage's reduction is issued when its backward has ended, and the root's at the very end.
-    Before that, all updates but the last one are finished, and in the end all (Note [updates in
-    backward] in csrc/core/reduce/unit_update.h). With replicas, each message is all-reduced after
-    its reduction, while the next one is reduced (Note [replicas] in csrc/core/reduce/reducer.h).
-    Each lane works in order. The step ends when compute and all reductions have ended.
+    Before each reduction is issued, all updates except the latest are finished, and the rest at the
+    end of backward (Note [updates in backward] in csrc/core/reduce/unit_update.h). With replicas,
+    each message is all-reduced after its reduction, while the next one is reduced (Note [replicas]
+    in csrc/core/reduce/reducer.h). Each lane works in order. The step ends when compute and all
+    reductions have ended.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
@@ -349,9 +350,9 @@ class _Reductions:
     """The lanes of reductions, of packing ahead, and of replicas, if any."""
 
     def __init__(
-        self, wire: _Lane, packing: _Lane | None, sums: _Lane | None, updates: bool
+        self, wire: _Lane, packing: _Lane | None, sums: _Lane | None, updates_on_lane: bool
     ) -> None:
-        self.updates = updates  # on the lanes
+        self.updates_on_lane = updates_on_lane
         self._wire = wire
         self._packing = packing
         self._sums = sums
@@ -372,8 +373,9 @@ class _Reductions:
             messages, nbytes = stage.reduce_messages, stage.reduce_bytes
             last = self._wire.issue(stage.name, messages, nbytes, copies, after)
             self._last.append(last)
-        if self.updates and stage.update > 0:
-            last = (self._sums or self._wire).issue(stage.name, 0, 0, stage.update, after)
+        if self.updates_on_lane and stage.update > 0:
+            lane = self._sums if self._sums and stage.all_reduce_bytes > 0 else self._wire
+            last = lane.issue(stage.name, 0, 0, stage.update, after)
         return last
 
     def _issue_with_sums(
@@ -447,8 +449,9 @@ class _Program:
     def _reduce(self, number: int) -> None:
         stage = self._stages[number]
         before = self._updated[-1][1] if self._updated else None
-        if before is not None and not self._reductions.updates:
-            # On the host, unsharded gradients stay until they are reduced.
+        if before is not None and not self._reductions.updates_on_lane:
+            # On the host, unsharded gradients stay until they are packed, which follows the
+            # reduction before. Without updates, this shorter wait is left out.
             self._clock.wait_for(before)
         self._finish_updates(most=1)
         last = self._reductions.issue(stage)
@@ -462,7 +465,7 @@ class _Program:
             stage, last = self._updated.popleft()
             if last is not None:
                 self._clock.wait_for(last)
-            if not self._reductions.updates:
+            if not self._reductions.updates_on_lane:
                 self._clock.compute(stage.name, stage.update)
 
     def _enter(self, number: int, ahead: Sequence[int]) -> None:

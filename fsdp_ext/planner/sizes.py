@@ -210,12 +210,12 @@ def _gradients(root: PlannedRoot, found: _C.MemoryPlan, *, lends: bool) -> int:
     With ``lends``, two buckets that an attached optimizer updates have some at a time: Note
     [updates in backward] in csrc/core/reduce/unit_update.h.
     """
-    staying, updated = 0, [0]
+    staying, updated = 0, [0]  # 0, so that a single bucket is a pair, too
     for bucket in found["buckets"]:
         units = [number for number in bucket["units"] if root.layouts[number].gradient_bytes > 0]
         on_device = [number for number in units if not root.units[number].settings.offloads]
         nbytes = sum(root.layouts[number].gradient_bytes for number in on_device)
-        if lends and units and all(root.units[number].is_attached for number in units):
+        if lends and units and all(root.units[number].frees_gradients for number in units):
             updated.append(nbytes)
         else:
             staying += nbytes

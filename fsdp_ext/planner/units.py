@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.link import Link
+from fsdp_ext.optim.attached import frees_gradients
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.api.arguments import check_containers, check_modules
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
@@ -116,7 +117,8 @@ class PlannedUnit(ParamGroup):
     ) -> None:
         super().__init__(name, ranks.shards, settings, ranks.replicas)
         self.is_sharded_by_rows = True
-        self.is_attached = settings.update is not None  # its optimizer steps it in backward
+        # Whether an attached optimizer steps it in backward, and leaves none of its gradients.
+        self.is_attached = self.frees_gradients = settings.update is not None
         self.params: list[PlannedParam] = [params[index] for index in self._layout_order(params)]
 
     @classmethod
@@ -132,6 +134,7 @@ class PlannedUnit(ParamGroup):
             params.append(PlannedParam(param.name, parameter, param.keeps_dtype))
         self = cls(unit.name, params, ranks, unit.settings)
         self.is_sharded_by_rows = all(param.shard_dim == 0 for param in unit.params)
+        self.frees_gradients = frees_gradients(unit)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
         return self

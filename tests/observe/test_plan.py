@@ -403,7 +403,7 @@ def _attached_to_a_part() -> None:
     with pytest.raises(ValueError, match="seconds that the attached optimizer takes for unit '1'"):
         plan(model, compute=compute)
     compute |= dict.fromkeys("123", (1.0, 1.0, 10.0))
-    with pytest.raises(ValueError, match="three numbers for '1', which no attached optimizer upd"):
+    with pytest.raises(ValueError, match="numbers for '1' in compute, but no attached"):
         plan(model, compute=compute, optimizer_attached=False)
     on_host, on_gpu = (
         plan(model, compute=compute, device_type=device).prediction for device in ("cpu", "cuda")
@@ -416,8 +416,23 @@ def _attached_to_a_part() -> None:
     assert on_gpu.compute == usual.compute
 
 
-def test_units_with_an_attached_optimizer_are_planned_so() -> None:
-    run_ranks(_attached_to_a_part, 1)
+def _attached_without_the_biases() -> None:
+    dist.destroy_process_group()
+    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, transport=Simulated(2, FAST))
+    fully_shard(model, transport=Simulated(2, FAST), bucket_bytes=0)
+    usual = plan(model, device_type="cuda").memory.gradients
+    SGD([layer.weight for layer in model], lr=0.1).attach(model)
+    assert plan(model, device_type="cuda").memory.gradients == usual  # the biases' stay
+    for layer in model:
+        layer.bias.requires_grad_(False)
+    assert plan(model, device_type="cuda").memory.gradients < usual
+
+
+@pytest.mark.parametrize("work", [_attached_to_a_part, _attached_without_the_biases])
+def test_units_with_an_attached_optimizer_are_planned_so(work: Any) -> None:
+    run_ranks(work, 1)
 
 
 def test_flops_are_those_of_each_unit() -> None:
@@ -638,7 +653,7 @@ def _tied() -> nn.Module:
         ),
         (on_meta, {"device_type": "tpu"}, ValueError, "got device_type='tpu'. Pass"),
         (on_meta, {"transport": "shared_memory"}, ValueError, "transport is 'shared_memory', but"),
-        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport with world_size=4"),
+        (on_meta, {"transport": Simulated(4, FAST)}, ValueError, "transport has 4 and 1"),
         (on_meta, {"max_message_bytes": 8}, ValueError, "less than one row of parameter"),
         (on_meta, {"mp_policy": "bf16"}, TypeError, "must be a MixedPrecisionPolicy"),
         (on_meta, {"flops_per_second": 1e12}, ValueError, "flops_per_second without a batch"),
