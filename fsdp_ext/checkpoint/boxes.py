@@ -55,9 +55,9 @@ def box_of(
     Args:
         name: the tensor's, for messages.
         tensor: the tensor.
-        rank: this rank, among those that have a tensor that is not sharded.
-        world_size: their number.
-        known: what earlier calls found, while their tensors exist. DTensor takes long to tell.
+        rank: this rank's number in the group that saves.
+        world_size: the size of that group.
+        known: a cache of earlier results, because DTensor computes them slowly.
 
     Raises:
         TypeError: if the tensor is of a kind that cannot be saved by its bytes.
@@ -72,7 +72,7 @@ def box_of(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    key = (id(mesh), tensor.placements, whole)
+    key = (mesh, tensor.placements, whole)
     known = {} if known is None else known
     if key not in known:
         known[key] = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)

@@ -47,9 +47,9 @@ def export(
 ) -> None:
     """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
 
-    All ranks call this, and the directory is the same for all. Ranks write the files in turns. A
-    rank needs the memory of two units beside its shards: :func:`stream_weights`. A tied parameter
-    is written once. A model of transformers gets its ``config.json``, too.
+    All ranks of the model call this, and the directory is the same for all. Ranks write the files
+    in turns. A rank needs the memory of two units beside its shards: :func:`stream_weights`. A tied
+    parameter is written once. A model of transformers gets its ``config.json``, too.
 
     An export that is interrupted leaves files with partial names, which the next one removes. An
     older export in the directory is replaced when the new one is written.

@@ -131,11 +131,11 @@ def plan_weights(
     """Plan to read a model's weights.
 
     Args:
-        stored: the weights that there are.
+        stored: the weights in the files.
         model: the model.
-        wanted: what :func:`state_dicts.weights_of` returned of it.
-        reader: reads them.
-        strict: whether both have to have the same names.
+        wanted: the result of :func:`state_dicts.weights_of`.
+        reader: the reader that gets the jobs.
+        strict: whether files and model must have the same names.
 
     Returns:
         what builds them, by name, and the names of the others. A tied weight may be stored under

@@ -46,12 +46,24 @@ class Ranks:
         timeout: the longest wait for another rank.
 
     Raises:
-        ValueError: if the group has no store.
+        TypeError: if the group is none.
+        ValueError: if the group has no store, or this process is not in it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
+        # new_group returns a number on ranks that are not in the group.
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"checkpoints got a process_group= without rank {dist.get_rank()}, which called. "
+                "Call it on the group's ranks only."
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"checkpoints got process_group={group!r}. Pass a ProcessGroup, or None for all "
+                "ranks."
+            )
         self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None

@@ -163,7 +163,7 @@ class Reader:
     """Reads boxes of tensors from files, in threads.
 
     Attributes:
-        known: for :func:`box_of`.
+        known: the cache of :func:`box_of`.
     """
 
     def __init__(self) -> None:
@@ -218,11 +218,14 @@ class Reader:
             # each small job to a thread would take longer than the job.
             with file, ThreadPoolExecutor(_THREADS) as threads:
                 left = iter(jobs)
-                deque(threads.map(_run, [left] * _THREADS), maxlen=0)
+                try:
+                    deque(threads.map(_run, [left] * _THREADS), maxlen=0)
+                finally:  # an interrupt, too, leaves nothing to read
+                    deque(left, maxlen=0)
 
 
 def _run(jobs: Iterator[Job]) -> None:
-    """Run the jobs that other threads have not taken. After an error, nobody takes another one."""
+    """Run the jobs that other threads have not taken. After an error, no thread takes another."""
     try:
         for job in jobs:
             job()

@@ -37,19 +37,19 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
     Raises:
         Exception: as :func:`save`.
     """
+    if isinstance(snapshot, Exception):
+        ranks.agree("checkpoint.save", snapshot, len)
+        raise AssertionError("agree raises what a rank reports")
+    states = snapshot.checksums_of_whole_states()
+    if not ranks.agree("checkpoint.save", digest(states), _are_equal):
+        ranks.agree("checkpoint.save", states, _check_states)
     with contextlib.ExitStack() as lock:
 
-        def begin(values: list[tuple[str, dict[str, str]]]) -> Any:
-            names, states = zip(*values, strict=True)
-            _check_equal(states)
+        def begin(digests: list[str]) -> Any:
             lock.enter_context(directories.locked(directory))
-            return directories.begin(directory).name, len(set(names)) == 1
+            return directories.begin(directory).name, _are_equal(digests)
 
-        value: Any = snapshot
-        if isinstance(snapshot, Snapshot):
-            value = snapshot.digest_of_names, snapshot.checksums_of_whole_states()
-        name, same_names = ranks.agree("checkpoint.save", value, begin)
-        assert isinstance(snapshot, Snapshot)
+        name, same_names = ranks.agree("checkpoint.save", snapshot.digest_of_names, begin)
         folder = directory / name
         written: dict[str, Any] | Exception
         try:
@@ -82,8 +82,12 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         return target
 
 
-def _check_equal(states: Sequence[dict[str, str]]) -> None:
-    """Raise ValueError if a state that all ranks have whole differs between them."""
+def _are_equal(values: Sequence[str]) -> bool:
+    return len(set(values)) == 1
+
+
+def _check_states(states: Sequence[dict[str, str]]) -> None:
+    """Raise ValueError if a state that is no DTensor differs between ranks."""
     known: dict[str, tuple[str, int]] = {}
     for rank, of_rank in enumerate(states):
         for name, found in of_rank.items():
@@ -91,8 +95,8 @@ def _check_equal(states: Sequence[dict[str, str]]) -> None:
             if found != expected:
                 raise ValueError(
                     f"the optimizer's state '{name}' is no DTensor, and ranks {first} and {rank} "
-                    "have different values of it. Save this optimizer's states in extra, of which "
-                    "each rank saves its own."
+                    "have different values of it. Save these states in extra, where each rank "
+                    "saves its own."
                 )
 
 

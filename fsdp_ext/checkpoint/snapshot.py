@@ -120,19 +120,18 @@ class Snapshot:
         return checksum(json.dumps([names, self.elements]).encode())
 
     def checksums_of_whole_states(self) -> dict[str, str]:
-        """Return checksums of the optimizer's states that all ranks of a sharded model have whole.
+        """Return checksums of the optimizer's states that are no DTensors, if the model has some.
 
         Such a state may differ between ranks, for example if an optimizer makes it from the rank's
-        shard. Scalars are left out.
+        shard.
         """
-        if not any(box.is_sharded for box in self.kinds["weights"].boxes.values()):
-            return {}
-        boxes = self.kinds["optimizer"].boxes if "optimizer" in self.kinds else {}
-        return {
-            name: checksum(memory_of(box.tensor.detach().cpu().contiguous()))
-            for name, box in boxes.items()
-            if not box.is_sharded and box.tensor.ndim
-        }
+        boxes = self.kinds["optimizer"].boxes if self.mesh and "optimizer" in self.kinds else {}
+        checksums = {}
+        for name, box in sorted(boxes.items()):
+            if not box.is_sharded:
+                host = box.tensor.detach().cpu().contiguous()
+                checksums[name] = checksum(memory_of(host))
+        return checksums
 
     def staged(self, memory: torch.Tensor) -> tuple[Snapshot, list[Copy]]:
         """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""

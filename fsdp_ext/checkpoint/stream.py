@@ -55,12 +55,16 @@ def stream_weights(
         the model, so do not write into them.
 
     Raises:
-        NotImplementedError: for flat parameters of PyTorch's FSDP1.
+        NotImplementedError: for weights that PyTorch's FSDP1 shards.
         RuntimeError: from the iterator, if a rank does not call this within the timeout of the
             process group, if the model runs, or if it has weights on the meta device.
-        TypeError: if ``dtype`` is no floating-point dtype.
+        TypeError: if ``dtype`` is no floating-point dtype, or ``shard`` is no function.
     """
     check_dtype(dtype, "stream_weights")
+    if shard is not None and not callable(shard):
+        raise TypeError(
+            f"stream_weights got shard={shard!r}. Pass a function of a name and a shape, or None."
+        )
     to = None if device is None else torch.device(device)
     return _by_name(model, dtype, to, shard, "stream_weights")
 
@@ -76,9 +80,14 @@ def _by_name(
     with contextlib.closing(whole_weights(units, dtype, device, caller)) as weights:
         for weight, tensor in weights:
             for name in weight.names:
-                part = None if shard is None else shard(name, tensor.shape)
-                yield name, tensor if part is None else tensor[part].clone()
+                yield name, tensor if shard is None else _part(tensor, shard(name, tensor.shape))
             del tensor  # before the next unit's gather needs memory
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _part(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    return tensor if index is None else tensor[index].clone()
 
 
 def check_dtype(dtype: torch.dtype | None, caller: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +70,7 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
         caller: the public function, for messages.
 
     Raises:
-        NotImplementedError: for flat parameters of PyTorch's FSDP1.
+        NotImplementedError: for weights that PyTorch's FSDP1 shards.
         RuntimeError: while forward or backward runs, and for weights on the meta device.
     """
     units = units_below(model)
@@ -79,6 +80,13 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
                 f"{caller} was called while {unit.phase()} runs. Call it between steps."
             )
         settle(unit)
+    for module in model.modules():
+        handle = module._handle if isinstance(module, TorchFSDP) else None
+        if handle is not None and handle.uses_sharded_strategy:
+            raise NotImplementedError(
+                f"{caller} got a model that PyTorch's FullyShardedDataParallel has sharded. Wrap "
+                "it with fsdp_ext.FullyShardedDataParallel."
+            )
     groups = _groups(model)
     for weight in (weight for group in groups for weight in group):
         _check(weight.names[0], weight.tensor, caller)

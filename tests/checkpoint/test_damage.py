@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import resource
 import shutil
 import signal
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -422,17 +424,20 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
 
 
 class KeepsLargest(torch.optim.SGD):
-    """Has the largest value of each rank's own shard, or of all ranks' as a state."""
+    """Keeps as states the largest values of this rank's shard or, with ``of_all``, of all shards.
+
+    The states are not contiguous.
+    """
 
     of_all = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
-            largest = param.to_local().max().view(1)
+            largest = param.to_local().max().repeat(2, 3)
             if self.of_all:
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
-            self.state[param]["largest"] = largest
+            self.state[param]["largest"] = largest.t()
         return super().step(closure)
 
 
@@ -449,9 +454,48 @@ def _states_of_ranks_differ(place: Path) -> None:
     checkpoint.save(place, model, optimizer)
     optimizer.state.clear()
     checkpoint.load(place, model, optimizer)
-    largest = model.first.weight.full_tensor().max()
-    assert torch.equal(optimizer.state[model.first.weight]["largest"], largest.view(1))
+    largest = model.first.weight.full_tensor().max().expand(3, 2)
+    assert torch.equal(optimizer.state[model.first.weight]["largest"], largest)
 
 
 def test_states_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     run_ranks(_states_of_ranks_differ, 2, tmp_path)
+
+
+def _groups_are_checked(place: Path) -> None:
+    group: Any = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="process_group= without rank 1"):
+            checkpoint.save(place, Net(), process_group=group)
+    with pytest.raises(TypeError, match="process_group=5"):
+        checkpoint.load(place, Net(), process_group=5)  # type: ignore[arg-type]
+
+
+def test_groups_without_this_rank_are_refused(tmp_path: Path) -> None:
+    run_ranks(_groups_are_checked, 2, tmp_path)
+
+
+def _is_interrupted(place: Path) -> None:
+    model = nn.ParameterList(torch.zeros(8) for _ in range(50))
+    checkpoint.save(place, model)
+    read: list[str] = []
+
+    def interrupt(file: TensorFile, name: str, begin: int, into: memoryview) -> None:
+        read.append(name)
+        if len(read) == 1:
+            _thread.interrupt_main()
+        time.sleep(0.05)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(TensorFile, "read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.load(place, model)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(read) < 50
+
+
+def test_an_interrupt_leaves_the_rest_of_a_file_unread(tmp_path: Path) -> None:
+    run_ranks(_is_interrupted, 1, tmp_path, fresh=True)  # a thread may end a little later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,11 @@ from support.launcher import run_ranks
 from support.models import Stack, Subject
 from support.parity import whole
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_ext.checkpoint import stream_weights
+from fsdp_ext.checkpoint import export, stream_weights
 
 
 def _has_the_state_dict(ways: dict[str, tuple[type[Subject], Way]]) -> None:
@@ -67,10 +69,29 @@ def _has_the_wanted_parts() -> None:
         if dist.get_rank() == 0:
             raise KeyError(name)
 
-    try:
+    if dist.get_rank() == 0:
+        with pytest.raises(KeyError):
+            dict(stream_weights(model, shard=fail))
+    else:
         assert_equal(dict(stream_weights(model, shard=fail)), expected)
-    except KeyError:
-        assert dist.get_rank() == 0
+    with torch.inference_mode():
+        parts_inside = dict(stream_weights(model, shard=_half))
+    assert not any(tensor.is_inference() for tensor in parts_inside.values())
+    with pytest.raises(TypeError, match="shard=5"):
+        stream_weights(model, shard=5)  # type: ignore[arg-type]
+
+
+def _refuses_fsdp1_of_torch(use_orig_params: bool, directory: Path) -> None:
+    device = torch.device("cpu")
+    model = TorchFSDP(Stack(), device_id=device, use_orig_params=use_orig_params)
+    for call in (stream_weights, partial(export, directory=directory)):
+        with pytest.raises(NotImplementedError, match="Wrap it with fsdp_ext"):
+            list(call(model) or ())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_it_refuses_the_shards_of_pytorchs_fsdp1(use_orig_params: bool, tmp_path: Path) -> None:
+    run_ranks(_refuses_fsdp1_of_torch, 2, use_orig_params, tmp_path)
 
 
 def test_each_rank_may_take_a_part_of_each_tensor() -> None:
