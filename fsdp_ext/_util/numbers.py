@@ -23,6 +23,20 @@ def is_at_least(value: object, least: int, most: int = LARGEST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def check_ranks(caller: str, world_size: int, replicas: int) -> None:
+    """Raise ValueError unless ``world_size`` is a number of ranks that ``replicas`` divides."""
+    if not is_at_least(world_size, 1, MOST_RANKS):
+        raise ValueError(
+            f"{caller} got world_size={world_size!r}. Pass a whole number of ranks from 1 to "
+            f"{MOST_RANKS}."
+        )
+    if not is_at_least(replicas, 1) or world_size % replicas != 0:
+        raise ValueError(
+            f"{caller} got {replicas!r} replicas of a model on {world_size} ranks. Pass a number "
+            "of replicas that divides the number of ranks; the others shard the model."
+        )
+
+
 def bytes_in(text: str) -> int | None:
     """Return the number of bytes of a size such as "80GB", "40MiB" or "100"; None if it is none."""
     size = r"(\d+)\s*B?|(\d+(?:\.\d+)?)\s*([KMGT]i?)B?"

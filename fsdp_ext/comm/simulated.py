@@ -22,25 +22,11 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from fsdp_ext._util.numbers import MOST_RANKS, as_bool, is_at_least
+from fsdp_ext._util.numbers import as_bool, check_ranks, is_at_least
 from fsdp_ext.comm.link import Link
 
 _MOST_MULTIPROCESSORS = 1024  # more than any GPU has
 _LARGEST_SEED = 2**32 - 1
-
-
-def check_ranks(caller: str, world_size: int, replicas: int) -> None:
-    """Raise ValueError unless ``world_size`` is a number of ranks that ``replicas`` divides."""
-    if not is_at_least(world_size, 1, MOST_RANKS):
-        raise ValueError(
-            f"{caller} got world_size={world_size!r}. Pass a whole number of ranks from 1 to "
-            f"{MOST_RANKS}."
-        )
-    if not is_at_least(replicas, 1) or world_size % replicas != 0:
-        raise ValueError(
-            f"{caller} got {replicas!r} replicas of a model on {world_size} ranks. Pass a number "
-            "of replicas that divides the number of ranks; the others shard the model."
-        )
 
 
 @dataclass(frozen=True)

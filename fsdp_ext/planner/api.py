@@ -36,7 +36,7 @@ from fsdp_ext.planner.arguments import (
 from fsdp_ext.planner.flops import count_flops
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
-from fsdp_ext.planner.times import StepCosts, predict_plan
+from fsdp_ext.planner.times import StepCosts, UnitSeconds, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
 from fsdp_ext.sharding.api.arguments import (
     check_policy,
@@ -205,10 +205,10 @@ def _seconds(
     flops: list[tuple[int, int]] | None,
     flops_per_second: float | None,
     compute: Mapping[str, Sequence[float]] | None,
-) -> Sequence[Sequence[float]] | None:
+) -> Sequence[UnitSeconds] | None:
     """Return the seconds of each unit; None if they are unknown."""
     if flops is not None and flops_per_second is not None:
-        return [(f / flops_per_second, b / flops_per_second) for f, b in flops]
+        return [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
     if compute is None:
         return None
     return seconds_of_units(compute, [unit.name for unit in root.units])

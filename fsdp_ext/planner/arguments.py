@@ -9,16 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.numbers import as_bool, is_at_least, is_real
+from fsdp_ext._util.numbers import as_bool, check_ranks, is_at_least, is_real
 from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.link import PRESETS, Link
-from fsdp_ext.comm.simulated import Simulated, check_ranks
+from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import (
     Transport,
     may_share_memory,
     resolve_transport,
     why_no_shared_memory,
 )
+from fsdp_ext.planner.times import UnitSeconds
 from fsdp_ext.planner.units import PlannedRanks, PlannedUnit
 from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
@@ -262,12 +263,12 @@ def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
         unit.is_attached = unit.frees_gradients = asked
 
 
-def check_times(units: Sequence[PlannedUnit], seconds: Sequence[Sequence[float]]) -> None:
+def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) -> None:
     """Check that times can be predicted.
 
     Args:
         units: the units.
-        seconds: the seconds of each unit: forward, backward and, if there is one, update.
+        seconds: the seconds of each unit.
 
     Raises:
         NotImplementedError: if a unit is resharded to a smaller group, whose gathers may travel
@@ -283,13 +284,13 @@ def check_times(units: Sequence[PlannedUnit], seconds: Sequence[Sequence[float]]
                 f"'{unit.name}' has. Leave out flops_per_second and compute to plan its memory."
             )
         is_updated = unit.is_attached and any(param.is_trained for param in unit.params)
-        if is_updated and len(of_unit) < 3:
+        if is_updated and of_unit.update is None:
             raise ValueError(
                 f"plan cannot predict times without the seconds that the attached optimizer takes "
                 f"for unit '{unit.name}'. Pass compute with them as the third number of each "
                 "unit, or neither compute nor flops_per_second."
             )
-        if not is_updated and len(of_unit) > 2:
+        if not is_updated and of_unit.update is not None:
             raise ValueError(
                 f"plan got three numbers for '{unit.name}' in compute, but no attached optimizer "
                 "updates this unit. Pass the seconds of forward and backward."
@@ -338,7 +339,7 @@ def _link(asked: Link | str | None, name: str) -> Link | None:
 
 def seconds_of_units(
     compute: Mapping[str, Sequence[float]], names: Sequence[str]
-) -> list[Sequence[float]]:
+) -> list[UnitSeconds]:
     """Return the seconds of each unit; the default of the root's forward and backward is 0.
 
     Raises:
@@ -355,4 +356,4 @@ def seconds_of_units(
             f"compute has no seconds of {', '.join(missing)}. Pass those of each unit below the "
             f"root; the units are {', '.join(names)}."
         )
-    return [compute.get(name, (0.0, 0.0)) for name in names]
+    return [UnitSeconds(*compute.get(name, (0.0, 0.0))) for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_ext import _C
 from fsdp_ext.comm.link import Link
@@ -12,13 +13,20 @@ from fsdp_ext.planner.sizes import all_reduce_bytes
 from fsdp_ext.planner.units import PlannedRoot
 
 
+class UnitSeconds(NamedTuple):
+    """The seconds that a unit computes. ``update`` is an attached optimizer's; None without one."""
+
+    forward: float
+    backward: float
+    update: float | None = None
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """The costs of the parts of a step.
 
     Args:
-        compute: seconds of each unit's forward, backward and, if an attached optimizer updates it,
-            update, by the unit's number.
+        compute: the seconds of each unit, by its number.
         link: the link that collectives use.
         contention: see :func:`fsdp_ext.planner.schedule.predict`.
         copies: seconds per byte of the casts and copies around gathers and around reductions.
@@ -26,7 +34,7 @@ class StepCosts:
         updates_on_lane: see :func:`fsdp_ext.planner.schedule.predict`.
     """
 
-    compute: Sequence[Sequence[float]]
+    compute: Sequence[UnitSeconds]
     link: Link
     contention: float = 0.0
     copies: tuple[float, float] = (0.0, 0.0)
@@ -66,8 +74,8 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
     reduce_rate = costs.copies[1] if has_copies or sums > 0 else 0.0
     return Stage(
         name=root.units[units[0]].name,
-        forward=sum(costs.compute[number][0] for number in units),
-        backward=sum(costs.compute[number][1] for number in units),
+        forward=sum(costs.compute[number].forward for number in units),
+        backward=sum(costs.compute[number].backward for number in units),
         gather_bytes=bucket["gather_bytes"] if has_wire else 0,
         reduce_bytes=bucket["reduce_bytes"] if has_wire else 0,
         reshards=bucket["reshards_after_forward"],
@@ -77,5 +85,5 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         reduce_messages=bucket["reduce_messages"],
         all_reduce_bytes=sums,
         reduces_in_place=not bucket["needs_reduce_output"],
-        update=sum(sum(costs.compute[number][2:]) for number in units),
+        update=sum(costs.compute[number].update or 0.0 for number in units),
     )

@@ -22,7 +22,7 @@ from fsdp_ext.comm.costs import typical_replica_link
 from fsdp_ext.comm.fit import Sample, fit
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.planner.times import StepCosts
+from fsdp_ext.planner.times import StepCosts, UnitSeconds
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute, wire_seconds
 from fsdp_ext.sharding.params.settings import Choice, Scope
@@ -60,7 +60,9 @@ def measure_costs(root: Root, trial: Trial, stays_unsharded: tuple[int, ...]) ->
         for key in dict.fromkeys(itertools.chain(*ranks))
     }
     compute = [
-        tuple(seconds.get((f"unit {part}", number), 0.0) for part in ("forward", "backward"))
+        UnitSeconds(
+            seconds.get(("unit forward", number), 0.0), seconds.get(("unit backward", number), 0.0)
+        )
         for number in range(len(root.units))
     ]
     within, between = _links(root, seconds, one_wire)

@@ -101,12 +101,13 @@ class Tuning:
 
 def _costs_line(costs: StepCosts) -> str:
     (alpha, beta), (reduce_alpha, reduce_beta) = costs.link.costs()
+    computed = sum(unit.forward + unit.backward for unit in costs.compute)
     sums = ""
     if costs.replica_link is not None:
         _, (sum_alpha, sum_beta) = costs.replica_link.costs()
         sums = f", all-reduces {sum_alpha * 1e6:.0f} us + 2 S / {sum_beta / 1e9:.2f} GB/s"
     return (
-        f"compute {sum(map(sum, costs.compute)) * 1e3:.1f} ms a step; gathers {alpha * 1e6:.0f} us "
+        f"compute {computed * 1e3:.1f} ms a step; gathers {alpha * 1e6:.0f} us "
         f"+ S / {beta / 1e9:.2f} GB/s, reductions {reduce_alpha * 1e6:.0f} us + S / "
         f"{reduce_beta / 1e9:.2f} GB/s{sums} ({costs.link.name})"
     )

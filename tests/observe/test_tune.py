@@ -125,7 +125,7 @@ def _applies() -> None:
     assert result.chosen.choice.stays_unsharded == ()  # without a memory limit
     assert result.considered > 20
     assert result.costs.link == LINK
-    assert all(forward > 0 and backward > 0 for forward, backward in result.costs.compute[1:])
+    assert all(unit.forward > 0 < unit.backward for unit in result.costs.compute[1:])
     # The next step runs as planned.
     model(batch()).sum().backward()
     model(batch()).sum().backward()
@@ -410,7 +410,7 @@ def _probes_are_of_their_own() -> None:
     buckets = [number for _, number in steps[2:]]  # two steps make the root and its buckets
     assert buckets[0] == LAYERS + 1  # each unit is measured by itself
     assert buckets[-1] == result.chosen.buckets < LAYERS
-    assert all(forward > 0 < backward for forward, backward in result.costs.compute[1:])
+    assert all(unit.forward > 0 < unit.backward for unit in result.costs.compute[1:])
 
 
 def test_costs_are_measured_with_buckets_of_their_own_where_the_user_has_set_a_size() -> None:
