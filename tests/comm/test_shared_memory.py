@@ -354,6 +354,7 @@ def _find_what_another_attempt_left() -> None:
         lanes_of(group, HOST)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_mean_different_attempts_say_so() -> None:
     run_ranks(_find_what_another_attempt_left, 2, fresh=True)
 
@@ -411,6 +412,7 @@ def _lose_a_rank(how: str) -> str:
     return str(ours.recv())
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_gave_up_and_ended_is_still_heard() -> None:
     # Rank 1 waited for the others, which arrive when it is gone.
     for message in run_ranks(_lose_a_rank, 3, "gives up", timeout=60.0, fresh=True):

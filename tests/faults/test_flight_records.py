@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.parity import device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -185,7 +186,7 @@ def _never_comes(folder: str, transport: str) -> str | None:
     return message
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", *exhaustive("process_group")])
 def test_a_timeout_writes_a_record_that_names_the_rank_that_never_came(
     tmp_path: Path, transport: str
 ) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.fsdp1_parity import BY_BLOCK, FSDP, assert_equal, make, run, torch_fsdp, train
 from support.launcher import run_ranks
+from support.matrix import exhaustive
 from support.models import DIM, Stack
 from support.parity import EXACT, ROUNDING, Case, Run, adamw, check, compare_on_rank, each
 from torch import Tensor, nn
@@ -248,7 +249,7 @@ def _compare_delayed(shape: tuple[int, int], accumulates: bool) -> None:
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), *exhaustive((2, 1))])
 def test_results_do_not_depend_on_how_long_a_stream_takes(
     shape: tuple[int, int], accumulates: bool
 ) -> None:
@@ -303,7 +304,7 @@ def _run_in_another_order(shape: tuple[int, int]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), *exhaustive((2, 1))])
 def test_sets_that_run_units_in_different_orders_name_both(shape: tuple[int, int]) -> None:
     for message in run_ranks(_run_in_another_order, shape[0] * shape[1], shape, fresh=True):
         assert "issued different collectives" in message

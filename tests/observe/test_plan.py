@@ -141,7 +141,7 @@ def _trains_as_planned(settings: str, transports: list[Any]) -> int:
     return compared
 
 
-@each_setting("defaults")
+@each_setting()
 def test_many_simulated_ranks_have_what_was_planned(settings: str) -> None:
     transports = [Simulated(size, FAST) for size in (1, 3, 12)]
     transports.append(Simulated(12, FAST, replicas=4))

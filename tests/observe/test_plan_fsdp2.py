@@ -150,6 +150,7 @@ def test_optimizer_states_are_in_the_peak() -> None:
     expect_equal_peaks((8,), [(the_blocks, {"optimizer_states": 2})])
 
 
+@pytest.mark.exhaustive
 def test_the_peak_of_other_units_and_settings() -> None:
     cases: list[Case] = [
         (norm_and_head_together, {"mp_policy": HALF}),

@@ -161,6 +161,7 @@ def _measured_fastest() -> None:
     assert result.chosen.measured == min(one.measured for one in result.measured)
 
 
+@pytest.mark.exhaustive
 def test_few_buckets_are_chosen_if_latency_dominates() -> None:
     run_ranks(_measured_fastest, 1)
 
@@ -228,6 +229,7 @@ def _auto() -> None:
     assert in_use(first) == chosen
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_looks_the_same_begins_with_what_was_chosen() -> None:
     run_ranks(_auto, 1)
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.matrix import exhaustive
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -151,6 +152,7 @@ def test_a_hang_names_the_ranks_that_had_not_finished_and_shows_where_they_are()
     assert "printed by rank 2" in accounts[2]
 
 
+@pytest.mark.exhaustive
 def test_a_hang_does_not_name_ranks_that_had_finished() -> None:
     _start_ranks(2)
     with pytest.raises(RanksFailed, match=r"^ranks 0 of 2 had not finished after 2 s"):
@@ -167,7 +169,7 @@ def test_a_rank_that_fails_while_leaving_is_named() -> None:
         run_ranks(_without_process_group, 1)
 
 
-@pytest.mark.parametrize("misfortune", ["raises", "exits", "is killed", "hangs"])
+@pytest.mark.parametrize("misfortune", ["raises", *exhaustive("exits", "is killed", "hangs")])
 def test_the_call_after_a_failed_one_has_new_processes_on_all_ranks(misfortune: str) -> None:
     before = run_ranks(_process_id_and_threads, 2)
     with pytest.raises(RanksFailed):

@@ -198,7 +198,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_numbers_do_not_change_with(case: Case, world_size: int) -> None:
     check(case, world_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ def exhaustive(*values: Any) -> list[Any]:
     @pytest.mark.parametrize("ranks", [1, 2, *exhaustive(3, 4)])
     """
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Return values of a parameter, of which all but every ``step``-th one are exhaustive."""
+    return [
+        pytest.param(value, marks=[pytest.mark.exhaustive] if index % step else [])
+        for index, value in enumerate(values)
+    ]
 
 
 def exhaustive_cases(*cases: tuple[Any, ...]) -> list[Any]:

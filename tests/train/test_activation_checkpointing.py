@@ -81,6 +81,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_recomputes_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)

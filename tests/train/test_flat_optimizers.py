@@ -187,7 +187,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_flat_optimizers_step_as_unsharded_and_as_under_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
 

@@ -352,7 +352,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_gradients_are_those_of_the_unsharded_model(case: Case, world_size: int) -> None:
     check(case, world_size)
 

@@ -142,7 +142,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_mixed_precision_is_that_of_unsharded_casts_and_of_fsdp2(
     case: Case, world_size: int
 ) -> None:

@@ -123,7 +123,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, every=2)
+@each(CASES, every=3)
 def test_outputs_and_inputs_pass_units_as_unsharded_and_as_under_fsdp2(
     case: Case, world_size: int
 ) -> None:

@@ -327,6 +327,7 @@ def _a_rank_steps_alone() -> None:
             Muon([param]).step()
 
 
+@pytest.mark.exhaustive
 def test_the_error_of_a_rank_that_steps_alone_names_the_others() -> None:
     run_ranks(_a_rank_steps_alone, 2, fresh=True)  # the group's connection is broken afterwards
 

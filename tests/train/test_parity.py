@@ -171,6 +171,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@each(CASES, more=(1, 3))
+@each(CASES, more=(1, 3), every=2)
 def test_trains_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)

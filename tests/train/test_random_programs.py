@@ -23,7 +23,7 @@ def _same_under_both(seed: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), *exhaustive((1,))])
-@pytest.mark.parametrize("seed", [*range(8), *exhaustive(*range(8, PROGRAMS))])
+@pytest.mark.parametrize("seed", [*range(4), *exhaustive(*range(4, PROGRAMS))])
 def test_a_random_program_trains_as_under_fsdp2(seed: int, shape: tuple[int, ...]) -> None:
     run_ranks(_same_under_both, math.prod(shape), seed, shape)
 
