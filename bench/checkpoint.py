@@ -153,7 +153,7 @@ def write_plain(parts: int, training: Training, place: Path) -> Callable[[], Any
 
 
 def export_ours(training: Training, place: Path) -> Callable[[], Any]:
-    # As many files as ranks, each of which writes one.
+    # A limit with which each rank writes one file.
     largest = 4 * training.parameters // training.group.size() + (1 << 20)
     checkpoint.export(training.model, place, largest, process_group=training.group)
     return nothing

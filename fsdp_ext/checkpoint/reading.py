@@ -214,8 +214,8 @@ class Reader:
             OSError: the system's own error.
         """
         for file, jobs in self._jobs.items():
-            # The threads end before the file closes. They take jobs by themselves, because handing
-            # each small job to a thread would take longer than the job.
+            # The threads end before the file closes. Each takes its next job from a shared
+            # iterator: submitting a small job to the pool would take longer than the job.
             with file, ThreadPoolExecutor(_THREADS) as threads:
                 left = iter(jobs)
                 try:

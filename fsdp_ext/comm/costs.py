@@ -64,7 +64,7 @@ def link_of_buckets(
 ) -> Link:
     """Return the typical costs that the default bucket size comes from.
 
-    If a shard group is a single rank, buckets travel between replicas alone.
+    If each shard group is a single rank, only replicas send buckets to each other.
 
     Args:
         names: names of the transports in use, within a shard group and between replicas.

@@ -102,7 +102,7 @@ class Form:
 def is_rank_0(ranks: Ranks) -> bool:
     """Return whether this rank is the first in FSDP1's ``process_group``.
 
-    With hybrid sharding, that is the shard group, so each shard group has a first rank.
+    With hybrid sharding, these are the ranks of one shard group, so each group has a first rank.
     """
     return (ranks.rank if ranks.size > 1 else ranks.rank_in_mesh) == 0
 

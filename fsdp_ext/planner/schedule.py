@@ -450,8 +450,8 @@ class _Program:
         stage = self._stages[number]
         before = self._updated[-1][1] if self._updated else None
         if before is not None and not self._reductions.updates_on_lane:
-            # On the host, unsharded gradients stay until they are packed, which follows the
-            # reduction before. Without updates, this shorter wait is left out.
+            # On the host, backward waits until the previous stage's gradients are packed. The model
+            # waits for its whole reduction, and only if there are updates.
             self._clock.wait_for(before)
         self._finish_updates(most=1)
         last = self._reductions.issue(stage)

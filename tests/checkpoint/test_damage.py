@@ -426,7 +426,7 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
 class KeepsLargest(torch.optim.SGD):
     """Keeps as states the largest values of this rank's shard or, with ``of_all``, of all shards.
 
-    The states are not contiguous.
+    The states are transposed, so their elements are not contiguous in memory.
     """
 
     of_all = False

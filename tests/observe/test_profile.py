@@ -124,7 +124,7 @@ def _stalled() -> tuple[dict[str, float], dict[str, float], set[int], list[str],
 def test_a_stalled_rank_is_named_by_the_others() -> None:
     (alone, merged, ranks, known, text), (_, of_itself, _, _, _) = run_ranks(_stalled, 2)
     for found in (alone, merged):
-        # Other load adds to other causes. One of four steps has the stall.
+        # One of the four steps has the stall. Load on the machine may add to all other causes.
         assert found[Cause.LATE_RANK.value] > 3 * PLANTED / 4 / 2, found
     assert 1 in ranks
     assert known == ["0", "1"]

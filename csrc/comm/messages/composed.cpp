@@ -326,7 +326,8 @@ void ComposedCollectives::all_reduce(const Name& name, void* data, std::size_t n
   if (host_ != nullptr) {
     host_->post(readable.get(), bytes, Operation::Kind::AllReduce, dtype, bytes);
   }
-  // Other ranks of this host read `readable`, which may be `data`, until sum_small returns.
+  // Other ranks of this host read `readable` until sum_small returns. It may be `data` itself, so
+  // the sum goes elsewhere first.
   char* const sum = memory_.get() + staging_.sum;
   sum_small(static_cast<const char*>(readable.get()), /*stride=*/0, sum, numel, dtype);
   copy(data, sum, bytes);

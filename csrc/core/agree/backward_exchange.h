@@ -43,8 +43,8 @@ class BackwardExchange {
   void end(const std::vector<std::unique_ptr<Unit>>& units);
 
   // Sends a message of the same size from every rank to all ranks, between passes. Returns the
-  // messages of all ranks, shard group after shard group, each in order of rank. Errors and
-  // timeouts name it as `what`. Without peers it returns `mine` alone.
+  // messages of all ranks, sorted by shard group and by rank within it. Errors and timeouts name
+  // the exchange by `what`. Without peers it returns `mine` alone.
   std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
 
  private:
@@ -68,7 +68,7 @@ class BackwardExchange {
   std::size_t size() const;
   std::size_t rank() const;
   // Sends `bytes` from `mine` to all ranks; `all` has every rank's bytes when `received_` is
-  // complete. `of_group` has room for the messages of a shard group.
+  // complete. `of_group` is a buffer for the messages of this rank's shard group.
   void gather_from_all(const std::string& what, const void* mine, void* of_group, void* all,
                        std::size_t bytes);
 

@@ -184,8 +184,9 @@ class Ledger {
   void wait(Event& event, const std::string& what, Work work, UnitRange units);
   // Marks a moment of the compute stream. Returns WorkSpan::kNever if no times are kept.
   std::int32_t mark_compute();
-  // Mark a step() on the compute stream. A step() whose closure begins an iteration is not
-  // recorded, and neither are those inside another one.
+  // Record a span of the compute stream from the begin to the end of an optimizer's step(). Two
+  // kinds are not recorded: a step() whose closure begins an iteration, and a step() that another
+  // step() calls.
   void begin_step();
   void end_step();
   IterationIndex last_compute_moment() const { return last_compute_moment_; }

@@ -83,7 +83,8 @@ void keep_times(TorchRoot& root, std::size_t iterations) {
   pipeline.ledger().keep_times(iterations, moments_of(pipeline.buckets()), drained);
 }
 
-// Span in fsdp_ext/profiler/recording.py describes these fields. Times are 0 if there is none.
+// The fields of class Span in fsdp_ext/profiler/recording.py, where they are documented. A time
+// that was not recorded is 0.
 py::dict describe(const TimedSpan& timed) {
   py::dict result;
   result["work"] = name_of(timed.span.work);
