@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,35 +110,20 @@ def _after_backward() -> None:
     assert len(prof.iterations) == STEPS
 
 
-def _with_closures() -> None:
-    """A step whose closure runs forward is a part of two iterations, and recorded in none."""
-    warnings.simplefilter("ignore")
-    model = make(compute=0.0)
-    optimizer = SlowSGD(model.parameters(), lr=0.0)
-
-    def step() -> None:
-        optimizer.step(lambda: train(model, 1))
-
-    step()
-    with fsdp_ext.profile(model) as prof:
-        for _ in range(STEPS):
-            step()
-    check_sums(prof)
-    assert len(prof.iterations) == STEPS
-    assert prof.summary().optimizer == 0
-
-
-def _with_closures_that_run_backward() -> None:
-    """Such a step is not recorded either: the time of backward would count twice."""
+def _with_closures(runs_forward: bool) -> None:
+    """A step whose closure runs forward or backward is not recorded: its time would count twice."""
     warnings.simplefilter("ignore")
     model = make(compute=0.0)
     optimizer = SlowSGD(model.parameters(), lr=0.0)
     train(model, 1)
     with fsdp_ext.profile(model) as prof:
         for _ in range(STEPS):
-            loss = model(torch.ones(1, WIDTH)).sum()
-            optimizer.step(loss.backward)
+            if runs_forward:
+                optimizer.step(lambda: train(model, 1))
+            else:
+                optimizer.step(model(torch.ones(1, WIDTH)).sum().backward)
     check_sums(prof)
+    assert len(prof.iterations) == STEPS
     assert prof.summary().optimizer == 0
 
 
@@ -173,8 +159,8 @@ def _with_parameters_frozen_inside() -> None:
     "work",
     [
         _after_backward,
-        _with_closures,
-        _with_closures_that_run_backward,
+        partial(_with_closures, runs_forward=True),
+        partial(_with_closures, runs_forward=False),
         _with_parameters_frozen_inside,
     ],
 )
