@@ -12,6 +12,7 @@ cache before they are read.
 rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how much the
 peak of a rank's resident memory rose. "a step" is one step of training, for comparison.
 All ranks but the last one save and load; "load by more ranks" loads the same files on all of them.
+--ranks 1 leaves these out. On a GPU it is the only choice.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_ext
 from bench.harness import ranks
+from bench.harness.options import UsageError
 from bench.harness.output import print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import Timing, as_microseconds
 from bench.models.training import GPT, MEDIUM, SMALL, GPTConfig
 from fsdp_ext import checkpoint
 
-DEVICES = ("cpu",)
 RANKS = 3
 LARGE = GPTConfig(vocabulary=8192, context=64, dim=1024, layers=15, heads=16)  # 206 M parameters
 PIECE = 8 << 20
@@ -60,15 +61,15 @@ Call = Callable[[Path], Callable[[], Any]]
 class Training:
     """A model with its optimizer after one step, sharded over some of the ranks."""
 
-    def __init__(self, config: GPTConfig, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: GPTConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         torch.manual_seed(0)
-        model = GPT(config)
-        mesh = DeviceMesh.from_group(group, "cpu")
+        model = GPT(config).to(device)
+        mesh = DeviceMesh.from_group(group, device.type)
         for block in model.blocks:
             fsdp_ext.fully_shard(block, mesh=mesh)
         self.model: Any = fsdp_ext.fully_shard(model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.tokens = torch.randint(config.vocabulary, (4, config.context))
+        self.tokens = torch.randint(config.vocabulary, (4, config.context), device=device)
         self.group = group
         self.step()
         self.parameters = sum(param.numel() for param in self.model.parameters())
@@ -201,13 +202,15 @@ def load_plain(training: Training, place: Path) -> Callable[[], Any]:
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Save and load with all systems in turns."""
-    ranks.join(args.device)
-    savers = dist.new_group(list(range(dist.get_world_size() - 1)))
+    if args.device == "cuda" and args.ranks != 1:
+        raise UsageError("--device cuda measures one rank; add --ranks 1")
+    device = ranks.join(args.device)
+    savers = dist.new_group(list(range(max(1, dist.get_world_size() - 1))))
     sizes = [("tiny", SMALL)] if args.quick else [("21 M", MEDIUM), ("200 M", LARGE)]
     for size, config in sizes:
         with shared_directory() as directory:
             repeats = 2 if args.quick else 5
-            for row in rows_of(config, savers, directory, repeats):
+            for row in rows_of(config, savers, device, directory, repeats):
                 if dist.get_rank() == 0:
                     keep({"size": size, **row})
 
@@ -226,13 +229,13 @@ def shared_directory() -> Iterator[Path]:
 
 
 def rows_of(
-    config: GPTConfig, savers: Any, directory: Path, repeats: int
+    config: GPTConfig, savers: Any, device: torch.device, directory: Path, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure one size of model. ``savers`` are all ranks but the last one."""
+    """Measure one size of model. ``savers`` are all ranks but the last one, or the only one."""
     world = dist.group.WORLD
     assert world is not None
-    is_saver = dist.get_rank() < world.size() - 1
-    training = Training(config, savers) if is_saver else None
+    is_saver = savers is not dist.GroupMember.NON_GROUP_MEMBER
+    training = Training(config, savers, device) if is_saver else None
     calls: dict[tuple[str, str], Any] = {
         ("plain", "save"): partial(write_plain, 3),
         (OURS, "save"): save_ours,
@@ -255,6 +258,7 @@ def rows_of(
             dist.barrier(group=savers)
             start = time.perf_counter()
             training.step()
+            finish(device)
             steps.append(time.perf_counter() - start)
             for (system, action), call in calls.items():
                 place = directory / (f"{system}, exported" if action == "export" else system)
@@ -267,16 +271,23 @@ def rows_of(
                 if repeat:
                     results[system, action].append(taken)
     dist.barrier()
-    more = Training(config, world)
-    for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
-        key = (system, "load by more ranks")
-        results[key] = []
-        for _ in range(repeats):
-            drop_from_cache(directory / system)
-            dist.barrier()
-            results[key].append(timed(partial(call, more, directory / system), world))
-    if dist.get_rank() == 0:
-        yield from as_rows(results, more.nbytes, steps[1:])
+    if world.size() > 1:
+        more = Training(config, world, device)
+        for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
+            key = (system, "load by more ranks")
+            results[key] = []
+            for _ in range(repeats):
+                drop_from_cache(directory / system)
+                dist.barrier()
+                results[key].append(timed(partial(call, more, directory / system), world))
+    if training is not None and dist.get_rank() == 0:
+        yield from as_rows(results, training.nbytes, device, steps[1:])
+
+
+def finish(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], Callable[[], Any]], group: dist.ProcessGroup) -> Any:
@@ -311,7 +322,10 @@ def drop_from_cache(directory: Path) -> None:
 
 
 def as_rows(
-    results: dict[tuple[str, str], list[Any]], nbytes: int, steps: list[float]
+    results: dict[tuple[str, str], list[Any]],
+    nbytes: int,
+    device: torch.device,
+    steps: list[float],
 ) -> Iterator[dict[str, Any]]:
     """Return the rows of one size of model."""
     plain = {
@@ -326,7 +340,7 @@ def as_rows(
         yield {
             "system": system,
             "action": action,
-            "device": "cpu",
+            "device": device.type,
             "transport": "disk",
             "bytes": moved,
             "blocked_us": as_microseconds(Timing.of(blocked)),

@@ -256,7 +256,8 @@ def join(device: str) -> torch.device:
     on_gpu = device == "cuda"
     if not under_torchrun():
         store = dist.HashStore()
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     place = torch.device("cpu")
     if on_gpu:
