@@ -1,39 +1,32 @@
 """Build, test and measure on a machine with one GPU, in calls of less than nine minutes.
 
-    python tools/gpu_check.py [--part all|first|build|parity|bench|more] [--after RESULTS ...]
-                              [--out DIR] [--only STEP ...]
+    python tools/gpu_check.py [--part all|tests|bench|more] [--after RESULTS ...] [--out DIR]
+                              [--only STEP ...]
 
 all     all steps, in the order of the parts below, as far as the time goes. A second call gets the
         results of the first with --after, and runs what has not begun
-first   what says the most in ten minutes: each kernel once, two models with one rank, packing
-        beside a plain copy on several numbers of multiprocessors, a step beside FSDP2, a trace of a
-        step over 8 simulated ranks, and two ranks beside PyTorch's FSDP
-build   describes the machine, tries torch and NCCL without fsdp_ext, and runs kernels and tests
-parity  trains with other numbers of ranks that share the card, delays streams, and runs sanitizers
-bench   measures the rest
-more    trains the cases of other tests, and runs what they compare
+tests   tries torch and NCCL without fsdp_ext, runs all of tests/gpu, and the sanitizers
+bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory
+more    overlap, a compiled step, a trace of a step over 8 simulated ranks, checkpoints, loading of
+        kernels, collectives
 
-No step is in two parts, but for the build and the trials of the machine.
+No step is in two parts, but for the build.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
 machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in dist/. Each step has
-a time limit. The limits of a part add up to less than nine minutes (those of first and bench with a
-wheel), and no step begins that cannot end in time. Time that earlier steps leave goes to the steps
-that may need it. After every step the results so far are written to
-<out>/<device>-<part>-<date>.json, and all output to a .log file beside it. The folder is $OUT if it
-is set. A table comes last. On the emulated GPU (tests/emulated_gpu), the folder is
-build/emulated_gpu_check, because its results are no device's. It is slow: use --quick, which
-measures little, and --patience, which multiplies all limits.
+a time limit. The limits of a part add up to less than nine minutes with a wheel, and no step begins
+that cannot end in time. Time that earlier steps leave goes to the steps that may need it. After
+every step the results so far are written to <out>/<device>-<part>-<date>.json, and all output to a
+.log file beside it. The folder is $OUT if it is set. A table comes last. On the emulated GPU
+(tests/emulated_gpu), the folder is build/emulated_gpu_check, because its results are no device's.
+It is slow: use --quick, which measures little, and --patience, which multiplies all limits.
 
-Some steps have several ranks that share the card. The trial of two ranks measures how long a
-collective takes there. The limits of such steps depend on this time:
-
-- A limit suits collectives of up to 20 ms. If the trial measures more, each of these steps gets
-  its number of collectives, times the excess, in addition. --patience multiplies the 20 ms, too.
-- A step that would then need more time than a whole call has is not run. That is the machine's
-  failure.
-- A step that only needs more time than this call has left waits for the next call.
+Some steps have several ranks that share the card. They run under CUDA's Multi-Process Service
+(nvidia-cuda-mps-control), if the machine has it. The card then runs kernels of several processes at
+the same time, and a collective of two ranks takes 0.1 ms on an H100. Otherwise the card changes
+between the processes, the same collective takes 2.5 ms, and these steps may not end in time. The
+service ends with the step.
 
 Some steps try the machine without fsdp_ext. If such a step fails, that is the machine's failure,
 and the steps that need it are not run. The exit code is 1 if a step of fsdp_ext failed or was late,
@@ -49,7 +42,6 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import platform
 import re
@@ -60,6 +52,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,20 +61,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # pyproject.toml configures extensions of pytest that may be missing on this machine.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-ra"]
 PYTEST += ["--disable-warnings", "--tb=short"]
-PARTS = ("first", "build", "parity", "bench", "more")
+PARTS = ("tests", "bench", "more")
 ALL = "all"
 NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
-PARITY = "tests/gpu/test_gpu_parity.py"
-TWO_RANKS = "2-direct or 2-packed"
-ORDERING = "tests/gpu/test_gpu_ordering.py"
-SMOKE = "tests/gpu/test_gpu_smoke.py"
 # Of benchmarks whose sizes are made for a GPU.
 LARGE = "its sizes would take too long; tests/gpu/test_gpu_bench.py measures small ones"
-MORE_CASES = "tests/gpu/test_gpu_more_cases.py"
-# They start programs of their own, which take long to start, or run the workers of other tests.
-MORE_WORKERS = [f"tests/gpu/test_gpu_{name}.py" for name in ("more_workers", "train_gpt", "bench")]
+# Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
+TIMED = ("tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py")
+# They end processes that have work on the GPU, which may end all others of the service, too.
+ENDING = tuple(f"tests/gpu/test_gpu_{name}.py" for name in ("nccl", "watchdog", "health"))
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
 EXIT_OF_MACHINE = 3
@@ -91,8 +81,6 @@ GRACE_S = 20
 # A step that is left a smaller share of its limit does not begin.
 LEAST_SHARE = 0.8
 TRIAL = "two ranks"
-# The limits of steps assume that a collective takes this many seconds. The ranks share one GPU.
-USUAL_COLLECTIVE_S = 0.02
 # tools/gpu_environment.py prints this line.
 MEASURED = re.compile(r"^a collective takes ([\d.]+) s$", re.M)
 
@@ -110,20 +98,14 @@ class Step:
     takes_spare: bool = False  # whether it may also take the time that earlier steps have left
     of_machine: bool = False  # whether it tries the machine without fsdp_ext
     needs: str = ""  # the step of the machine that has to have worked
-    collectives: int = 0  # about how many, between ranks that share the card
+    shares: bool = False  # whether several processes share the card
     not_emulated: str = ""  # why the emulated GPU does not run it
     note: str = ""  # for the table
 
 
 def steps(capability: str, part: str) -> list[Step]:
     """Return the steps of a part or of all, in order."""
-    planned = {
-        "first": first_part,
-        "build": build_part,
-        "parity": parity_part,
-        "bench": bench_part,
-        "more": more_part,
-    }
+    planned = {"tests": tests_part, "bench": bench_part, "more": more_part}
     parts = PARTS if part == ALL else (part,)
     found = {"build": build_step(capability)}
     for step in (step for one in parts for step in planned[one]()):
@@ -142,110 +124,74 @@ def left_after(planned: list[Step], earlier: list[Path]) -> list[Step]:
     return [step for step in planned if step.name == "build" or step.name not in begun]
 
 
-def measured_in(earlier: Path) -> float:
-    """Return the seconds of a collective that an earlier call's trial measured, or 0."""
-    trial = json.loads(earlier.read_text(encoding="utf-8"))["steps"].get(TRIAL, {})
-    return float(trial.get("collective_s", 0.0))
-
-
-def first_part() -> list[Step]:
-    """Return the steps that say the most about a machine of which nothing is known."""
-    return [
-        of_machine("environment", 30),  # first, so that a failure of the machine is seen as one
-        Step("each kernel", [*PYTEST, SMOKE, "-k", "not models"], 40, {}),
-        train("two models", SMOKE, 60, "-k", "models"),
-        bench("pack", 30),
-        bench("step", 60),
-        Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
-        of_machine(TRIAL, 40, "--ranks", "2"),
-        train(
-            "parity of two ranks",
-            PARITY,
-            150,
-            "-k",
-            TWO_RANKS,
-            takes_spare=True,
-            collectives=3000,  # 20 models, ours and FSDP2's
-            needs=TRIAL,
-        ),
-    ]
-
-
-def build_part() -> list[Step]:
-    """Return steps that try the machine, the kernels and what needs no other part."""
-    kernels = ["tests/gpu/test_gpu_kernels.py", "tests/comm/test_packer.py"]
-    # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
-    timed = ["tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py"]
-    elsewhere = [*kernels[:1], *timed, PARITY, ORDERING, SMOKE, MORE_CASES, *MORE_WORKERS]
-    others = [option for test in elsewhere for option in ("--ignore", test)]
+def tests_part() -> list[Step]:
+    """Return steps that try the machine, run the tests, and run some under sanitizers."""
     # Most tests start processes of their own, which take seconds.
     has_xdist = importlib.util.find_spec("xdist") is not None
-    at_once = ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))] if has_xdist else []
+    workers = str(max(1, min(6, (os.cpu_count() or 1) // 2)))
+    at_once = ["-n", workers, "--dist", "worksteal"] if has_xdist else []
     note = "" if has_xdist else "one test at a time, because pytest-xdist is missing"
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    others = [option for test in (*TIMED, *ENDING) for option in ("--ignore", test)]
+    all_tests = [*PYTEST, "-v", "--durations=8"]
+    sanitizer = shutil.which("compute-sanitizer", path=search_path()) or "compute-sanitizer"
+    # On some virtual machines the sanitizer supports no GPU.
+    a_sum = "import torch; assert torch.ones(3, device='cuda').sum().item() == 3"
     return [
-        of_machine("environment", 30),
-        of_machine(TRIAL, 40, "--ranks", "2"),
-        Step("describe", [sys.executable, "-m", "fsdp_ext"], 20, {}),
-        Step("kernels", [*PYTEST, *kernels], 70, {}),
+        of_machine("environment", 20),
+        of_machine(TRIAL, 30, "--ranks", "2", shares=True),
+        Step("describe", [sys.executable, "-m", "fsdp_ext"], 15, {}),
         Step(
             "tests",
-            [*PYTEST, *at_once, "--durations=8", "tests/gpu", *others],
-            110,
-            {},
+            [*all_tests, *at_once, "tests/comm/test_packer.py", "tests/gpu", *others],
+            180,
+            deterministic,
             takes_spare=True,
-            collectives=2000,
+            shares=True,
+            needs=TRIAL,
             note=note,
         ),
-        Step("timed tests", [*PYTEST, *timed], 70, {}, takes_spare=True),
+        Step(
+            "tests that end processes", [*all_tests, *at_once[:1], *at_once[1:2], *ENDING], 80, {}
+        ),
+        Step("timed tests", [*PYTEST, *TIMED], 50, {}, takes_spare=True),
+        Step(
+            "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 15, {}, of_machine=True
+        ),
+        *(sanitize(sanitizer, tool) for tool in ("memcheck", "initcheck", "racecheck")),
     ]
 
 
-def parity_part() -> list[Step]:
-    """Return steps that compare whole trainings, and the sanitizers."""
-    sanitizer = shutil.which("compute-sanitizer", path=search_path()) or "compute-sanitizer"
-    # Sanitizers make kernels slow, so they run few and small cases.
+def sanitize(sanitizer: str, tool: str) -> Step:
+    """Return a step that runs a few small tests of kernels under a tool of the sanitizer."""
+    # Sanitizers make kernels slow.
     few = ["-k", "(independent and False) or current_stream or (entries and not 2000 and not 9000)"]
     # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
     sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FSDP_EXT_TEST_SEEDS": "2"}
-    # On some virtual machines the sanitizer supports no GPU.
-    a_sum = "import torch; assert torch.ones(3, device='cuda').sum().item() == 3"
-
-    def sanitize(tool: str, limit: int) -> Step:
-        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-        options += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        tests = [*PYTEST, "-p", "no:cacheprovider", "tests/gpu/test_gpu_kernels.py", *few]
-        return Step(
-            tool, [sanitizer, *options, *tests], limit, sanitized, needs="compute-sanitizer"
-        )
-
-    return [
-        of_machine(TRIAL, 40, "--ranks", "2"),
-        train(
-            "parity",
-            PARITY,
-            110,
-            "-k",
-            f"not ({TWO_RANKS})",
-            takes_spare=True,
-            collectives=1000,  # five models with 4 ranks
-        ),
-        Step("late streams", [*PYTEST, ORDERING], 55, {}),
-        Step(
-            "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 30, {}, of_machine=True
-        ),
-        sanitize("memcheck", 40),
-        sanitize("initcheck", 45),
-    ]
+    options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    tests = [*PYTEST, "-p", "no:cacheprovider", "tests/gpu/test_gpu_kernels.py", *few]
+    return Step(tool, [sanitizer, *options, *tests], 36, sanitized, needs="compute-sanitizer")
 
 
 def bench_part() -> list[Step]:
+    """Return the benchmarks that say the most on one GPU."""
+    return [
+        bench("pack", 20),
+        bench("step", 50),
+        bench("host_overhead", 150, "--quick", not_emulated=LARGE),
+        bench("optimizer", 30, "--quick", not_emulated=LARGE),
+        bench("memory", 90),
+        bench("checkpoint", 60, "--ranks", "1"),
+    ]
+
+
+def more_part() -> list[Step]:
     """Return the other benchmarks that measure something on one GPU."""
     return [
-        bench("host_overhead", 130, "--quick", not_emulated=LARGE),
-        bench("optimizer", 35, "--quick", not_emulated=LARGE),
-        bench("overlap", 50, "--quick", not_emulated=LARGE),
-        bench("memory", 70),
+        bench("overlap", 60, "--quick", not_emulated=LARGE),
         bench("step", 100, "--compile", name="compiled step"),
+        Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
         Step(
             "module loading",
             [sys.executable, "tools/gpu_loading.py"],
@@ -255,22 +201,11 @@ def bench_part() -> list[Step]:
             takes_spare=True,
         ),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
-        bench("collectives", 30, "--quick"),
+        bench("collectives", 60, "--quick", shares=True),
     ]
 
 
-def more_part() -> list[Step]:
-    """Return the steps that train the cases of other tests and run their workers."""
-    return [
-        of_machine(TRIAL, 40, "--ranks", "2"),
-        train("more cases", MORE_CASES, 160, takes_spare=True, collectives=5000),
-        train("more workers", " ".join(MORE_WORKERS), 130, takes_spare=True, collectives=3000),
-    ]
-
-
-def bench(
-    benchmark: str, limit: int, *options: str, name: str = "", not_emulated: str = ""
-) -> Step:
+def bench(benchmark: str, limit: int, *options: str, name: str = "", **more: Any) -> Step:
     """Return the step of a benchmark."""
     command = [sys.executable, "-m", "bench", benchmark, "--device", "cuda", *options]
     return Step(
@@ -280,27 +215,14 @@ def bench(
         {},
         json=True,
         takes_spare=True,
-        not_emulated=not_emulated,
+        **more,
     )
 
 
-def train(
-    name: str,
-    files: str,
-    limit: int,
-    *options: str,
-    **more: Any,
-) -> Step:
-    """Return a step that trains many cases. It prints how each ended, even if it is late."""
-    command = [*PYTEST, "--capture=tee-sys", *files.split(), *options]
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return Step(name, command, limit, deterministic, **more)
-
-
-def of_machine(name: str, limit: int, *options: str) -> Step:
+def of_machine(name: str, limit: int, *options: str, shares: bool = False) -> Step:
     """Return a step that tries torch and NCCL without fsdp_ext."""
     command = [sys.executable, "tools/gpu_environment.py", *options]
-    return Step(name, command, limit, {}, of_machine=True)
+    return Step(name, command, limit, {}, of_machine=True, shares=shares)
 
 
 def build_step(capability: str) -> Step:
@@ -349,27 +271,46 @@ def limit_of(step: Step, later: list[Step], left: float) -> float:
     return min(left, max(step.limit, spare)) if step.takes_spare else min(left, step.limit)
 
 
-def slowed(planned: list[Step], collective_s: float, usual_s: float) -> list[Step]:
-    """Return steps with limits that suit the measured time of a collective.
-
-    Args:
-        planned: steps.
-        collective_s: seconds of a collective of two ranks that share the card.
-        usual_s: seconds of a collective that the steps' limits suit now.
-    """
-    excess = max(0.0, collective_s - usual_s)
-    return [
-        dataclasses.replace(step, limit=step.limit + math.ceil(step.collectives * excess))
-        for step in planned
-    ]
+@contextlib.contextmanager
+def shared_card() -> Iterator[dict[str, str]]:
+    """Start CUDA's Multi-Process Service, if there is one; yield the variables of its users."""
+    control = shutil.which("nvidia-cuda-mps-control", path=search_path())
+    with tempfile.TemporaryDirectory(prefix="mps-") as directory:
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": directory, "CUDA_MPS_LOG_DIRECTORY": directory}
+        environment = {**os.environ, **variables}
+        if control is None or subprocess.run([control, "-d"], env=environment).returncode != 0:
+            yield {}
+            return
+        try:
+            yield variables
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                end = b"quit -t 5\n"  # ends users that are left after five seconds
+                subprocess.run([control], input=end, env=environment, timeout=GRACE_S)
 
 
 def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) -> dict[str, Any]:
     """Run one step in a process group of its own; return its result."""
+    with shared_card() if step.shares else contextlib.nullcontext({}) as variables:
+        result, text = run_command(step, limit, log, rows, variables)
+    if step.json and rows.exists():
+        result["rows"] = json.loads(rows.read_text(encoding="utf-8"))["rows"]
+        result["summary"] = summary_of_rows(result["rows"])
+    print(text if len(text) < 8000 else f"{text[:2000]}\n...\n{text[-6000:]}")
+    with all_output.open("a", encoding="utf-8") as file:
+        file.write(f"\n=== {step.name}: {result['outcome']}\n{text}")
+    return result
+
+
+def run_command(
+    step: Step, limit: float, log: Path, rows: Path, variables: dict[str, str]
+) -> tuple[dict[str, Any], str]:
+    """Run the command of a step with more variables; return its result and what it printed."""
     command = [*step.command, "--json", str(rows)] if step.json else step.command
     environment = {
         **os.environ,
         **step.environment,
+        **variables,
         "PATH": search_path(),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "PYTHONUNBUFFERED": "1",
@@ -387,7 +328,7 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
                 start_new_session=True,
             )
         except OSError as error:
-            return {"outcome": f"could not start: {error}", "seconds": 0.0}
+            return {"outcome": f"could not start: {error}", "seconds": 0.0}, ""
         try:
             code = process.wait(timeout=limit)
             outcome = "ok" if code == 0 else f"failed with exit code {code}"
@@ -407,13 +348,7 @@ def run_step(step: Step, limit: float, log: Path, rows: Path, all_output: Path) 
         result["output"] = text[-6000:]
     if step.name == TRIAL and (times := MEASURED.findall(text)):
         result["collective_s"] = float(times[-1])
-    if step.json and rows.exists():
-        result["rows"] = json.loads(rows.read_text(encoding="utf-8"))["rows"]
-        result["summary"] = summary_of_rows(result["rows"])
-    print(text if len(text) < 8000 else f"{text[:2000]}\n...\n{text[-6000:]}")
-    with all_output.open("a", encoding="utf-8") as file:
-        file.write(f"\n=== {step.name}: {outcome}\n{text}")
-    return result
+    return result, text
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -520,24 +455,18 @@ def main() -> int:
     }
     planned = [step for step in planned if not args.only or step.name in args.only]
     path.with_suffix(".log").write_text("", encoding="utf-8")
-    collective_s = max((measured_in(path) for path in args.after), default=0.0)
-    usual_s = USUAL_COLLECTIVE_S * args.patience
-    planned = slowed(planned, collective_s, usual_s)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
         while planned:
             step = planned.pop(0)
             print(f"\n=== {step.name}: {' '.join(step.command)}", flush=True)
             limit = limit_of(step, planned, deadline - time.monotonic())
-            result = why_not(step, limit, document["steps"], machine["device"], 60 * minutes)
+            result = why_not(step, limit, document["steps"], machine["device"])
             if result is None:
                 log = Path(directory) / f"{step.name}.log"
                 rows = Path(directory) / f"{step.name}.json"
                 result = run_step(step, limit, log, rows, path.with_suffix(".log"))
                 if step.of_machine and result["outcome"] != "ok":
                     result["machine_failed"] = True
-                if measured := result.get("collective_s"):
-                    planned = slowed(planned, measured, max(usual_s, collective_s))
-                    collective_s = max(measured, collective_s)
             if step.note:
                 result["note"] = step.note
             document["steps"][step.name] = result
@@ -571,7 +500,7 @@ def is_emulated(device: str) -> bool:
 
 
 def why_not(
-    step: Step, limit: float, results: dict[str, Any], device: str, whole: float = 60 * MINUTES
+    step: Step, limit: float, results: dict[str, Any], device: str
 ) -> dict[str, Any] | None:
     """Return the result of a step that cannot be run, or None if it can.
 
@@ -580,7 +509,6 @@ def why_not(
         limit: the most seconds that it may take now.
         results: of the steps before it.
         device: the name of the device.
-        whole: seconds of a whole call.
     """
     if step.not_emulated and is_emulated(device):
         outcome = f"{NOT_RUN} on the emulated GPU: {step.not_emulated}"
@@ -589,13 +517,6 @@ def why_not(
         found = results[step.needs]
         reason = found.get("summary") or found["outcome"]
         outcome = f"{NOT_RUN}: {step.needs} does not work on this machine: {reason}"
-        return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
-    most = whole - GRACE_S - results.get("build", {}).get("seconds", 0.0)
-    if step.collectives and LEAST_SHARE * step.limit > most:
-        outcome = (
-            f"{NOT_RUN}: its {step.collectives:,} collectives are too slow on this machine, where "
-            f"it would take {step.limit / 60:.0f} minutes"
-        )
         return {"outcome": outcome, "seconds": 0.0, "machine_failed": True}
     if limit < LEAST_SHARE * step.limit:
         return {"outcome": f"{NOT_RUN}: no time was left", "seconds": 0.0, "waits": True}

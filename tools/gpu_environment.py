@@ -151,7 +151,7 @@ def try_ranks(ranks: int, device: str, limit_s: float = LIMIT_S) -> bool:
     else:
         print(
             f"{ranks} ranks cannot share this GPU, so what needs that cannot work: tests with 2 or "
-            "4 ranks in build and parity, and `collectives` in bench"
+            "4 ranks, and `collectives`"
         )
     return works
 

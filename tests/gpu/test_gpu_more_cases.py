@@ -1,7 +1,4 @@
-"""Cases of other tests train on a GPU as they do unsharded and under FSDP2, on two ranks.
-
-Of a GPU check only ``make gpu-check PART=more`` runs these tests.
-"""
+"""Cases of other tests train on a GPU as they do unsharded and under FSDP2, on two ranks."""
 
 from __future__ import annotations
 

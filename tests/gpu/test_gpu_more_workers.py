@@ -1,7 +1,6 @@
 """What other tests compare on the host is equal on a GPU, too.
 
-The workers are those of the other tests. Of a GPU check only ``make gpu-check PART=more`` runs
-these tests.
+The workers are those of the other tests.
 """
 
 from __future__ import annotations

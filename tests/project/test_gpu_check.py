@@ -29,11 +29,11 @@ def _check(
 ) -> tuple[int, dict[str, Any]]:
     monkeypatch.setattr(tool, "steps", lambda capability, part: steps)
     monkeypatch.setattr(
-        sys, "argv", ["gpu_check.py", "--part", "first", "--out", str(out), *options]
+        sys, "argv", ["gpu_check.py", "--part", "tests", "--out", str(out), *options]
     )
     monkeypatch.setenv("OUT", "")  # main() sets it
     code: int = tool.main()
-    document = json.loads((out / "some-gpu-1-first-d.json").read_text())
+    document = json.loads((out / "some-gpu-1-tests-d.json").read_text())
     return code, document["steps"]
 
 
@@ -65,7 +65,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert "begun" in results["hangs"]["output"]
     assert results["missing"]["outcome"].startswith("could not start")
     assert results["last"]["outcome"] == "ok"
-    log = (tmp_path / "some-gpu-1-first-d.log").read_text()
+    log = (tmp_path / "some-gpu-1-tests-d.log").read_text()
     assert "=== fails: failed with exit code 3\nwhy" in log
 
 
@@ -105,7 +105,7 @@ def test_a_second_call_runs_what_has_not_begun(
         "not run: no time was left",
     ]
     assert "for another call, with --after these results: long" in capsys.readouterr().out
-    earlier = ["--after", str(first / "some-gpu-1-first-d.json"), "--minutes", "11"]
+    earlier = ["--after", str(first / "some-gpu-1-tests-d.json"), "--minutes", "11"]
     code, results = _check(gpu_check, monkeypatch, second, steps, *earlier)
     assert code == 0
     assert list(results) == ["build", "long"]
@@ -114,20 +114,12 @@ def test_a_second_call_runs_what_has_not_begun(
 def test_one_call_after_another_runs_every_step_by_what_it_says(gpu_check: ModuleType) -> None:
     steps = gpu_check.steps("9.0", gpu_check.ALL)
     names = [step.name for step in steps]
-    assert names[:7] == [
-        "build",
-        "environment",
-        "each kernel",
-        "two models",
-        "pack",
-        "step",
-        "trace",
-    ]
+    assert names[:4] == ["build", "environment", gpu_check.TRIAL, "describe"]
     assert len(set(names)) == len(names)
     assert set(names) == {s.name for part in NAMES for s in gpu_check.steps("9.0", part)}
 
 
-NAMES = ("first", "build", "parity", "bench", "more")
+NAMES = ("tests", "bench", "more")
 PARTS = pytest.mark.parametrize("part", NAMES)
 
 
@@ -135,8 +127,7 @@ PARTS = pytest.mark.parametrize("part", NAMES)
 def test_the_limits_of_a_part_add_up_to_less_than_nine_minutes(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    wheel = Path("some.whl") if part in {"first", "bench"} else None
-    monkeypatch.setattr(gpu_check, "find_wheel", lambda: wheel)
+    monkeypatch.setattr(gpu_check, "find_wheel", lambda: Path("some.whl"))
     steps = gpu_check.steps("9.0", part)
     assert steps[0].name == "build"
     assert sum(step.limit for step in steps) + gpu_check.GRACE_S <= 9 * 60
@@ -158,25 +149,22 @@ def test_no_step_is_in_two_parts(gpu_check: ModuleType) -> None:
         tuple(step.command)
         for part in NAMES
         for step in gpu_check.steps("9.0", part)
-        if step.name not in {"build", "environment", "two ranks"}
+        if step.name != "build"
     ]
     assert len(set(commands)) == len(commands)
 
 
 def test_every_file_of_gpu_tests_is_in_one_step(gpu_check: ModuleType) -> None:
-    whole, ignored, named = "tests/gpu", set(), []
-    for part in NAMES:
-        for step in gpu_check.steps("9.0", part):
-            files = [word for word in step.command if word.startswith(f"{whole}/")]
-            if whole in step.command:
-                ignored = set(files)
-            elif step.needs != "compute-sanitizer":  # sanitizers run a few tests again
-                named += files
-    # Each model trains with two ranks in one part, and with other numbers in another.
-    named.remove(gpu_check.PARITY)
-    named.remove(gpu_check.SMOKE)  # its kernels are a step, and its models are another
-    assert len(set(named)) == len(named)
-    assert set(named) == ignored
+    steps = {step.name: step.command for step in gpu_check.steps("9.0", "tests")}
+    files = {
+        name: [w for w in command if w.startswith("tests/gpu/")] for name, command in steps.items()
+    }
+    assert "tests/gpu" in steps["tests"]
+    left_out = [
+        steps["tests"][at + 1] for at, word in enumerate(steps["tests"]) if word == "--ignore"
+    ]
+    assert files["tests"] == left_out
+    assert sorted(left_out) == sorted(files["timed tests"] + files["tests that end processes"])
 
 
 def test_results_of_the_emulated_gpu_are_kept_from_those_of_devices(
@@ -199,12 +187,9 @@ def test_a_slow_machine_may_have_other_limits_and_measure_little(gpu_check: Modu
 
 
 def test_timed_tests_run_alone_on_the_gpu(gpu_check: ModuleType) -> None:
-    steps = {step.name: step.command for step in gpu_check.steps("9.0", "build")}
-    timed = [part for part in steps["timed tests"] if part.endswith(".py")]
+    steps = {step.name: step.command for step in gpu_check.steps("9.0", "tests")}
     assert "-n" not in steps["timed tests"]
-    assert len(timed) == 2
-    for test in timed:
-        assert steps["tests"][steps["tests"].index(test) - 1] == "--ignore"
+    assert set(gpu_check.TIMED) <= set(steps["timed tests"])
 
 
 def test_the_table_notes_that_tests_run_one_at_a_time(
@@ -212,7 +197,7 @@ def test_the_table_notes_that_tests_run_one_at_a_time(
 ) -> None:
     for found, noted in ((object(), False), (None, True)):
         monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name, it=found: it)
-        (tests,) = (step for step in gpu_check.steps("9.0", "build") if step.name == "tests")
+        (tests,) = (step for step in gpu_check.steps("9.0", "tests") if step.name == "tests")
         assert ("pytest-xdist is missing" in tests.note) == noted
         assert ("-n" in tests.command) != noted
 
@@ -266,7 +251,7 @@ def test_the_emulated_gpu_does_not_measure_sizes_of_a_gpu(gpu_check: ModuleType)
         if gpu_check.why_not(step, 500.0, {}, "Emulated GPU") is not None
     }
     assert left_out == {"host_overhead", "optimizer", "overlap"}
-    [overlap] = [step for step in gpu_check.steps("9.0", "bench") if step.name == "overlap"]
+    [overlap] = [step for step in gpu_check.steps("9.0", "more") if step.name == "overlap"]
     result = gpu_check.why_not(overlap, 500.0, {}, "Emulated GPU")
     assert "not run on the emulated GPU" in result["outcome"]
     assert gpu_check.why_not(overlap, 500.0, {}, "NVIDIA H100") is None
@@ -281,7 +266,7 @@ def test_tools_of_cuda_are_found_outside_of_the_path(
     tool.write_text("#!/bin/sh\necho found 1 passed\n")
     tool.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    commands = {step.name: step.command for step in gpu_check.steps("9.0", "parity")}
+    commands = {step.name: step.command for step in gpu_check.steps("9.0", "tests")}
     assert Path(commands["memcheck"][0]).name == "compute-sanitizer"
     by_name = gpu_check.Step("by name", ["compute-sanitizer"], 60, {})
     code, results = _check(gpu_check, monkeypatch, tmp_path, [by_name])
@@ -289,50 +274,26 @@ def test_tools_of_cuda_are_found_outside_of_the_path(
     assert "1 passed" in results["by name"]["summary"]
 
 
-def test_the_trial_of_two_ranks_sets_the_limits_of_steps_with_several(
+def test_processes_that_share_the_card_use_a_service_that_ends_with_them(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def trial(collective_s: float) -> Any:
-        code = f"print('a collective takes 0.000001 s\\na collective takes {collective_s} s')"
-        return gpu_check.Step(gpu_check.TRIAL, [sys.executable, "-c", code], 20, {})
-
-    def step(name: str, collectives: int) -> Any:
-        command = [sys.executable, "-c", "print('1 passed')"]
-        return gpu_check.Step(name, command, 60, {}, collectives=collectives)
-
-    limits: dict[str, float] = {}
-    run = gpu_check.run_step
-    monkeypatch.setattr(
-        gpu_check,
-        "run_step",
-        lambda step, limit, *rest: limits.update({step.name: limit}) or run(step, limit, *rest),
-    )
-    steps = [trial(0.12), step("one rank", 0), step("several", 1000), step("hopeless", 9000)]
-    code, results = _check(gpu_check, monkeypatch, tmp_path, steps)
-    assert limits == {gpu_check.TRIAL: 20, "one rank": 60, "several": 160}
-    assert results["hopeless"]["outcome"] == (
-        "not run: its 9,000 collectives are too slow on this machine, where it would take 16 "
-        "minutes"
-    )
-    assert code == gpu_check.EXIT_OF_MACHINE
-
-    limits.clear()
-    earlier = ["--after", str(tmp_path / "some-gpu-1-first-d.json")]  # has the trial
-    late = [*steps, step("for the next call", 1000)]
-    _check(gpu_check, monkeypatch, tmp_path / "second", late, *earlier)
-    assert limits == {"for the next call": 160}
-
-    limits.clear()
-    _check(gpu_check, monkeypatch, tmp_path, [trial(0.02), step("several", 1000)])
-    assert limits["several"] == 60
-
-
-def test_a_step_that_only_this_call_has_no_time_for_waits(gpu_check: ModuleType) -> None:
-    step = gpu_check.train("several", "some.py", 300, collectives=1000)
-    result = gpu_check.why_not(step, 100.0, {}, "NVIDIA H100")
-    assert result == {"outcome": "not run: no time was left", "seconds": 0.0, "waits": True}
-    built = {"build": {"outcome": "ok", "seconds": 300.0}}
-    assert "too slow" in gpu_check.why_not(step, 100.0, built, "NVIDIA H100")["outcome"]
+    said = tmp_path / "said"
+    service = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    service.parent.mkdir()
+    service.write_text(f'#!/bin/sh\necho "$1" "$CUDA_MPS_PIPE_DIRECTORY" >> {said}\n')
+    with service.open("a") as file:
+        file.write(f'[ "$1" = -d ] || cat >> {said}\n')
+    service.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    command = ["/bin/sh", "-c", f'echo "${{CUDA_MPS_PIPE_DIRECTORY:-alone}}" >> {said}']
+    steps = [gpu_check.Step("alone", command, 60, {})]
+    steps += [gpu_check.Step("shares", command, 60, {}, shares=True)]
+    assert _check(gpu_check, monkeypatch, tmp_path / "out", steps)[0] == 0
+    alone, start, used, stop, quit_ = said.read_text().splitlines()
+    assert alone == "alone"
+    assert start == f"-d {used}"
+    assert stop.strip() == used
+    assert quit_.startswith("quit")
 
 
 @pytest.mark.exhaustive
@@ -361,7 +322,7 @@ def test_a_wheel_replaces_the_build(
         archive.writestr("fsdp_ext/_build_info.py", "BUILD_KIND = 'CUDA'")
         archive.writestr("fsdp_ext/__init__.py", "not taken")
     monkeypatch.setenv("FSDP_WHEEL", str(wheel))
-    (build, *_) = gpu_check.steps("9.0", "build")
+    (build, *_) = gpu_check.steps("9.0", "bench")
     assert build.command[2:] == ["--unpack", str(wheel)]
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     gpu_check.unpack(wheel)

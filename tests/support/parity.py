@@ -422,7 +422,10 @@ def assert_same(who: str, expected: Values, got: Values, allowed: Tolerance = EX
     lines = []
     for name in dict.fromkeys([*wanted, *had]):
         if name in wanted and name in had:
-            text = difference(wanted[name], had[name], allowed.bound(wanted[name]))
+            want, have = wanted[name], had[name]
+            if want is not None and have is not None:
+                have = have.to(want.device)  # offloaded shards of a model on a GPU are on the host
+            text = difference(want, have, allowed.bound(want))
         else:
             text = "only one of them has it"
         if text:
