@@ -301,7 +301,7 @@ planted-races: emulated-gpu  ## plant faults of ordering in a copy; tests over a
 
 # It uses what is installed: no environment of its own, no network.
 .PHONY: gpu-check
-gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=all, first, build, parity, bench, more; AFTER=results of earlier calls
+gpu-check:  ## on a machine with one GPU, in calls of nine minutes: PART=all, tests, bench, more; AFTER=results of earlier calls
 	"$(PYTHON)" tools/gpu_check.py --part $(PART) $(AFTER:%=--after %) $(GPU_CHECK_ARGS)
 
 # Wheels for users without a compiler: WHEELS_ARGS="--python 3.12 --torch 2.11 --kind cu130".

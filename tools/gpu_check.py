@@ -67,7 +67,7 @@ NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
 # Of benchmarks whose sizes are made for a GPU.
-LARGE = "its sizes would take too long; tests/gpu/test_gpu_bench.py measures small ones"
+LARGE = "its sizes would take too long; tests/gpu has small ones"
 # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
 TIMED = ("tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py")
 # They end processes that have work on the GPU, which may end all others of the service, too.
@@ -182,7 +182,7 @@ def bench_part() -> list[Step]:
         bench("host_overhead", 150, "--quick", not_emulated=LARGE),
         bench("optimizer", 30, "--quick", not_emulated=LARGE),
         bench("memory", 90),
-        bench("checkpoint", 60, "--ranks", "1"),
+        bench("checkpoint", 60, "--ranks", "1", "--quick", not_emulated=LARGE),
     ]
 
 

@@ -250,7 +250,7 @@ def test_the_emulated_gpu_does_not_measure_sizes_of_a_gpu(gpu_check: ModuleType)
         for step in gpu_check.steps("9.0", part)
         if gpu_check.why_not(step, 500.0, {}, "Emulated GPU") is not None
     }
-    assert left_out == {"host_overhead", "optimizer", "overlap"}
+    assert left_out == {"host_overhead", "optimizer", "overlap", "checkpoint"}
     [overlap] = [step for step in gpu_check.steps("9.0", "more") if step.name == "overlap"]
     result = gpu_check.why_not(overlap, 500.0, {}, "Emulated GPU")
     assert "not run on the emulated GPU" in result["outcome"]
