@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from fsdp_ext.checkpoint.tensor_files import Part
 _SMALL = 1 << 20  # bytes; rank 0 writes smaller tensors that all ranks have
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rank's part of a tensor.
 
     Attributes:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +38,7 @@ class Kind:
     stepped: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy that is to be made.
 
     Attributes:
@@ -141,14 +140,14 @@ class Snapshot:
         for name, kind in self.kinds.items():
             boxes = {}
             for key, box in kind.boxes.items():
-                dtype, shape = box.tensor.dtype, box.tensor.shape
-                if dtype not in views:
-                    views[dtype] = memory.view(dtype)
-                begin = position // dtype.itemsize
-                copy = views[dtype][begin : begin + shape.numel()].view(shape)
-                copies.append(Copy(key, copy, box.tensor, box.owner, key in kind.stepped))
-                boxes[key] = dataclasses.replace(box, tensor=copy, owner=copy)
-                position += round_up(box.part.nbytes, _ALIGNMENT)
+                source = box.tensor
+                if source.dtype not in views:
+                    views[source.dtype] = memory.view(source.dtype)
+                begin = position // source.itemsize
+                copy = views[source.dtype][begin : begin + source.numel()].view(source.shape)
+                copies.append(Copy(key, copy, source, box.owner, key in kind.stepped))
+                boxes[key] = box._replace(tensor=copy, owner=copy)
+                position += round_up(source.nbytes, _ALIGNMENT)
             kinds[name] = dataclasses.replace(kind, boxes=boxes)
         return dataclasses.replace(self, kinds=kinds), copies
 
@@ -162,7 +161,7 @@ class Snapshot:
     def nbytes(self) -> int:
         """The bytes that :meth:`staged` needs."""
         return sum(
-            round_up(box.part.nbytes, _ALIGNMENT)
+            round_up(box.tensor.nbytes, _ALIGNMENT)
             for kind in self.kinds.values()
             for box in kind.boxes.values()
         )

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.sharding.params.flat_parameter import is_flat, own_parameters_shown
 from fsdp_ext.sharding.root.module_state import unit_of, units_below
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
@@ -97,6 +98,20 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied weights, with the first name of each."""
     weights = [weight for group in _groups(model) for weight in group]
     return {name: weight.names[0] for weight in weights for name in weight.names[1:]}
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether a module of the model is in a wrapper, which changes its names."""
+    wrappers = (TorchFSDP, FullyShardedDataParallel, DistributedDataParallel)
+    return any(
+        isinstance(module, wrappers) or not module._modules.keys().isdisjoint(_WRAPPED)
+        for module in model.modules()
+    )
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the first name of each parameter and buffer."""
+    return {weight.tensor: weight.names[0] for group in _groups(model) for weight in group}
 
 
 def _groups(model: nn.Module) -> list[list[Weight]]:
