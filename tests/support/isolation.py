@@ -65,6 +65,8 @@ class ProcessState:
         for container, content in self._contents:
             _refill(container, content)
         _forget_sharding()
+        # What the call has imported stays, and each later collection would look at it, too.
+        gc.freeze()
         now = dict(_checked())
         left = [name for name, value in self._checked.items() if now.get(name) != value]
         if left:
