@@ -25,8 +25,9 @@ from torch import nn
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.gathering import gathered
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.stream import check_dtype, whole_weights
+from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer
 from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
 
@@ -48,8 +49,9 @@ def export(
     """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
 
     All ranks of the model call this, and the directory is the same for all. Ranks write the files
-    in turns. A rank needs the memory of two units beside its shards: :func:`stream_weights`. A tied
-    parameter is written once. A model of transformers gets its ``config.json``, too.
+    in turns. Each tensor is gathered only to the rank that writes it. Beside its shards, a rank
+    needs the memory of the two largest tensors, and at least 32 MiB. A tied parameter is written
+    once. A model of transformers gets its ``config.json``, too.
 
     An export that is interrupted leaves files with partial names, which the next one removes. An
     older export in the directory is replaced when the new one is written.
@@ -72,27 +74,25 @@ def export(
     ranks = Ranks(process_group)
     with ranks.together("export"):
         units = weights_by_unit(model, "export")
-        stored = _stored_names(model, [weight for unit in units for weight in unit])
+        weights = _stored(model, [weight for unit in units for weight in unit])
         parts = {
             name: Part.whole_of(weight.dtype_as(dtype), tuple(weight.tensor.shape))
-            for unit in units
-            for weight in unit
-            for name in stored[weight.names[0]]
+            for name, weight in weights.items()
         }
-    tensors = (
-        (name, tensor)
-        for weight, tensor in whole_weights(units, dtype, None, "export")
-        for name in stored[weight.names[0]]
-    )
     write_files(
-        Path(directory), parts, tensors, max_shard_size, ranks, partial(_write_config, model)
+        Path(directory),
+        parts,
+        lambda files: gathered(weights, files, dtype, ranks, "export"),
+        max_shard_size,
+        ranks,
+        partial(_write_config, model),
     )
 
 
 def write_files(
     directory: Path,
     parts: Layout,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Callable[[list[Layout]], Iterable[tuple[str, torch.Tensor]]],
     max_shard_size: int | str,
     ranks: Ranks,
     write_more: Callable[[Path, Layout], object] | None = None,
@@ -102,7 +102,7 @@ def write_files(
     Args:
         directory: where to.
         parts: the tensors' dtypes and shapes, by name.
-        tensors: the tensors, in the same order; on all ranks.
+        tensors: returns this rank's tensors in the same order, from what is in each file.
         max_shard_size: as in :func:`export`.
         ranks: the ranks, which write the files in turns.
         write_more: writes what else belongs there, on rank 0.
@@ -116,9 +116,9 @@ def write_files(
     writing = _Export(directory, own)
     try:
         with ranks.together("export"), contextlib.closing(writing):
-            for name, tensor in tensors:
+            for name, tensor in tensors(list(files.values())):
                 writing.add(name, tensor)
-                del tensor  # before the next unit's gather needs memory
+                del tensor  # before the next gather needs memory
             writing.check()
         _publish(directory, parts, files, own, ranks, write_more)
     except BaseException:
@@ -141,8 +141,8 @@ def _bytes_of(size: int | str) -> int:
 # - What is written where
 
 
-def _stored_names(model: nn.Module, weights: list[Weight]) -> dict[str, list[str]]:
-    """Return the names under which each weight is stored, by its first name.
+def _stored(model: nn.Module, weights: list[Weight]) -> dict[str, Weight]:
+    """Return the weights by the names under which they are stored.
 
     A tied parameter is stored once. transformers says which names its models tie when they are
     loaded, and needs all others.
@@ -156,12 +156,12 @@ def _stored_names(model: nn.Module, weights: list[Weight]) -> dict[str, list[str
         ignored |= {
             prefix + name for name in getattr(module, "_keys_to_ignore_on_save", None) or ()
         }
-    stored = {}
+    stored: dict[str, Weight] = {}
     for weight in weights:
         names = [name for name in weight.names if name not in ignored]
         needed = [name for name in names if not any(re.search(each, name) for each in declared)]
         needed = needed or names[:1]
-        stored[weight.names[0]] = needed if is_declaring else needed[:1]
+        stored |= dict.fromkeys(needed if is_declaring else needed[:1], weight)
     return stored
 
 
@@ -209,8 +209,8 @@ class _Export:
         self._error: Exception | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, if it is in a file of this rank."""
-        if name not in self._file_of or self._error is not None:
+        """Write the next tensor of this rank's files."""
+        if self._error is not None:
             return
         try:
             if self._writer is None:

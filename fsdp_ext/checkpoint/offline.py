@@ -104,7 +104,7 @@ def export_files(source: Path, directory: Path, max_shard_size: int | str) -> No
     parts = whole_parts(checkpoint, "weights")
     tensors = read_whole(checkpoint.parts("weights"), parts)
     progress = _progress(tensors, len(parts), "tensor")
-    write_files(directory, parts, progress, max_shard_size, Ranks(None))
+    write_files(directory, parts, lambda _: progress, max_shard_size, Ranks(None))
 
 
 def import_files(source: Path, directory: Path) -> Path:

@@ -45,6 +45,12 @@ class Ranks:
         group: the ranks; None for the default group, or for one process if there is none.
         timeout: the longest wait for another rank.
 
+    Attributes:
+        group: the ranks; None for one process without a group.
+        members: the global rank of each.
+        rank: this rank's number in the group.
+        size: the number of ranks.
+
     Raises:
         TypeError: if the group is none.
         ValueError: if the group has no store, or this process is not in it.
@@ -64,11 +70,11 @@ class Ranks:
                 f"checkpoints got process_group={group!r}. Pass a ProcessGroup, or None for all "
                 "ranks."
             )
-        self._group = group
+        self.group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
-        # For messages of a background thread, also after the group has been destroyed.
-        self._names = [0] if group is None else dist.get_process_group_ranks(group)
+        # Also for messages of a background thread, after the group has been destroyed.
+        self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()
         if group is not None and self.size > 1:
@@ -95,11 +101,11 @@ class Ranks:
             RuntimeError: if a rank does not come. The message names it.
         """
         failure = value if isinstance(value, BaseException) else None
-        if self._store is None or self._group is None:
+        if self._store is None or self.group is None:
             if failure is not None:
                 raise failure
             return decide([value])
-        counts = _counts.setdefault(self._group, Counter())
+        counts = _counts.setdefault(self.group, Counter())
         counts[what] += 1
         number, message = counts[what], {"ok": value}
         if failure is not None:
@@ -120,9 +126,9 @@ class Ranks:
 
         Its process may serve the store, and end next.
         """
-        if self._store is None or self._group is None:
+        if self._store is None or self.group is None:
             return
-        key = _key(what, _counts[self._group][what], "left")
+        key = _key(what, _counts[self.group][what], "left")
         if self.rank != 0:
             self._store.add(key, 1)
             return
@@ -153,7 +159,7 @@ class Ranks:
         return decision
 
     def _failed(self, rank: int, error: BaseException) -> dict[str, Any]:
-        return {"rank": self._names[rank], "failed": f"{type(error).__name__}: {error}"}
+        return {"rank": self.members[rank], "failed": f"{type(error).__name__}: {error}"}
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -173,7 +179,7 @@ class Ranks:
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""
         looked = 0.0
-        name = f"rank {self._names[self.rank]}"
+        name = f"rank {self.members[self.rank]}"
         try:
             for waited in waiting():
                 if self._store.check([key]):
@@ -184,13 +190,13 @@ class Ranks:
                     ended = None if process is None else _C.ended_process(process)
                     if ended is not None and not self._store.check([key]):
                         raise RuntimeError(
-                            f"{name} waits in {what} for rank {self._names[rank]} (process "
+                            f"{name} waits in {what} for rank {self.members[rank]} (process "
                             f"{ended}), which has ended. Its last output may say why."
                         )
                 if waited >= self._timeout:
                     raise RuntimeError(
                         f"{name} waited {self._timeout:.0f} s in {what} for rank "
-                        f"{self._names[rank]}. All ranks have to call it, in the same order."
+                        f"{self.members[rank]}. All ranks have to call it, in the same order."
                     )
             return json.loads(self._store.get(key))
         except dist.DistError as error:

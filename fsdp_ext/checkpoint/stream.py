@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,11 +76,16 @@ def _by_name(
     caller: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     units = weights_by_unit(model, caller)
-    with contextlib.closing(whole_weights(units, dtype, device, caller)) as weights:
-        for weight, tensor in weights:
+    call_roll([weight for unit in units for weight in unit], caller)
+    whole = _whole(units, dtype, device)
+    try:
+        for weight, tensor in whole:
             for name in weight.names:
                 yield name, tensor if shard is None else _part(tensor, shard(name, tensor.shape))
             del tensor  # before the next unit's gather needs memory
+    finally:
+        for _ in whole:  # other ranks may go on, and their gathers need this one
+            pass
 
 
 @torch.inference_mode(False)
@@ -96,31 +100,12 @@ def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
         raise TypeError(f"{caller} got dtype={dtype!r}. Pass a floating-point dtype or None.")
 
 
-def whole_weights(
-    units: list[list[Weight]],
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    caller: str,
-) -> Generator[tuple[Weight, torch.Tensor], None, None]:
-    """Yield each weight of all units with the whole tensor, as :func:`stream_weights` says."""
-    _call_roll(units, caller)
-    whole = _whole(units, dtype, device)
-    try:
-        for weight, tensor in whole:
-            yield weight, tensor
-            del tensor  # before the next unit's gather needs memory
-    except GeneratorExit:
-        for _ in whole:  # other ranks may go on, and their gathers need this one
-            pass
-        raise
-
-
-def _call_roll(units: list[list[Weight]], caller: str) -> None:
+def call_roll(weights: Iterable[Weight], caller: str) -> None:
     """Wait until all ranks that take part in gathers have made the call."""
     groups: dict[dist.ProcessGroup, torch.device] = {}
-    for weight in (weight for unit in units for weight in unit):
-        for dim in _sharded_dims(weight.tensor):
-            groups.setdefault(_mesh_of(weight.tensor).get_group(dim), weight.local.device)
+    for weight in weights:
+        for dim in sharded_dims(weight.tensor):
+            groups.setdefault(mesh_of(weight.tensor).get_group(dim), weight.local.device)
     real = [group for group in groups if dist.get_backend(group) != "fake"]
     longest = max((timeout_of(group, groups[group]) for group in real), default=timedelta())
     with called_by_all(real, caller, longest):
@@ -160,7 +145,7 @@ class _Flight:
         for weight in weights:
             shared = _shared(weight.tensor)
             if shared is not None:
-                one = _Arriving(weight, self._sent(weight), *shared)
+                one = _Arriving(weight, sent(weight, self._dtype), *shared)
                 self._arriving[weight.names[0]] = one
                 by_group.setdefault(one.group, []).append(one)
         for group, together in by_group.items():
@@ -177,21 +162,29 @@ class _Flight:
         arriving = self._arriving.pop(weight.names[0], None)
         if arriving is not None:
             whole = arriving.wait()
-        elif _sharded_dims(sharded):
-            whole = over(self._sent(weight), sharded).full_tensor()  # type: ignore[attr-defined]
+        elif sharded_dims(sharded):
+            whole = full_tensor(weight, self._dtype)
         else:
             whole = local
         return whole.to(local.device if device is None else device, weight.dtype_as(self._dtype))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _sent(self, weight: Weight) -> torch.Tensor:
-        """Return what this rank sends of a weight: cast if that makes it smaller."""
-        local, dtype = weight.local, weight.dtype_as(self._dtype)
-        if dtype.itemsize < local.dtype.itemsize:
-            local = local.to(dtype)
-        # Offloaded shards are on the host, and their process group may serve GPUs only.
-        return local.to(_mesh_of(weight.tensor).device_type)
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def sent(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return what this rank sends of a weight: cast if that makes it smaller."""
+    local, dtype = weight.local, weight.dtype_as(dtype)
+    if dtype.itemsize < local.dtype.itemsize:
+        local = local.to(dtype)
+    # Offloaded shards are on the host, and their process group may serve GPUs only.
+    return local.to(mesh_of(weight.tensor).device_type)
+
+
+def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+    """Gather a weight on all ranks, by DTensor's own methods."""
+    whole = over(sent(weight, dtype), weight.tensor).full_tensor()  # type: ignore[attr-defined]
+    assert isinstance(whole, torch.Tensor)
+    return whole
 
 
 @dataclass
@@ -212,7 +205,7 @@ class _Arriving:
     @torch.inference_mode(False)
     def __post_init__(self) -> None:
         nbytes = math.prod(self._shape[1:]) * self.chunk * self.group.size() * self.local.itemsize
-        self.output = _memory(nbytes, self.local.device)
+        self.output = memory(nbytes, self.local.device)
 
     @property
     def _shape(self) -> list[int]:
@@ -244,7 +237,7 @@ class _Arriving:
         return padded[: self._shape[0]].movedim(0, self.dim).contiguous()
 
 
-def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
+def memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return new memory.
 
     Large memory on the host comes from the system and goes back to it. glibc's heap would keep the
@@ -256,12 +249,12 @@ def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     assert isinstance(tensor, DTensor)
     return tensor.device_mesh
 
 
-def _sharded_dims(tensor: torch.Tensor) -> list[int]:
+def sharded_dims(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
     if not isinstance(tensor, DTensor):
         return []
@@ -278,7 +271,7 @@ def _shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
 
     None: the parameter is whole, or has to be gathered by DTensor's own methods.
     """
-    dims = _sharded_dims(tensor)
+    dims = sharded_dims(tensor)
     if len(dims) != 1 or not isinstance(tensor, DTensor):
         return None
     placement, local = tensor.placements[dims[0]], tensor._local_tensor
