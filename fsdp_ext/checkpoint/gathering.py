@@ -62,13 +62,11 @@ def _connect(weights: Iterable[Weight], ranks: Ranks) -> None:
     """Let all ranks connect. NCCL's first call in a group needs all ranks of the group."""
     connected = set()
     for weight in weights:
-        if (
-            sharded_dims(weight.tensor)
-            and (group := _group_of(weight.tensor, ranks)) not in connected
-        ):
+        group = _group_of(weight.tensor, ranks) if sharded_dims(weight.tensor) else None
+        if group is not None and group not in connected:
             connected.add(group)
-            one = torch.zeros(1, device=weight.local.device).to(mesh_of(weight.tensor).device_type)
-            dist.all_reduce(one, group=group)
+            sample = torch.zeros(1, device=weight.local.device)
+            dist.all_reduce(sample.to(mesh_of(weight.tensor).device_type), group=group)
 
 
 def _group_of(tensor: torch.Tensor, ranks: Ranks) -> dist.ProcessGroup | None:
@@ -212,7 +210,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Boxes:
-    """Where ranks have their parts of DTensors. DTensor computes them slowly, so they are kept."""
+    """Where ranks have their parts. DTensor computes it slowly, so this is a cache."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], dict[int, Box] | None] = {}
@@ -223,21 +221,26 @@ class _Boxes:
         None: the parts are no boxes, so the tensor has to be gathered by DTensor's own methods.
         """
         assert isinstance(tensor, DTensor)
-        key = (tensor.device_mesh, tensor.placements, tensor.shape, writer)
+        mesh, dims = tensor.device_mesh, sharded_dims(tensor)
+        kinds = {type(tensor.placements[dim]) for dim in dims}
+        if type(tensor._local_tensor) is not torch.Tensor or not kinds <= {Shard, _StridedShard}:
+            return None
+        homes = (mesh.mesh == writer).nonzero().tolist()
+        if not homes:
+            return {}  # a replica on another mesh is nearer to the writer
+        along = tuple(
+            range(length) if dim in dims else range(homes[0][dim], homes[0][dim] + 1)
+            for dim, length in enumerate(mesh.shape)
+        )
+        key = (mesh, tensor.placements, tensor.shape, along)
         if key not in self._known:
-            self._known[key] = _parts_of(tensor, writer)
+            self._known[key] = _parts_of(tensor, along)
         return self._known[key]
 
 
-def _parts_of(tensor: DTensor, writer: int) -> dict[int, Box] | None:
-    mesh, dims, whole = tensor.device_mesh, sharded_dims(tensor), tuple(tensor.shape)
-    kinds = {type(tensor.placements[dim]) for dim in dims}
-    if type(tensor._local_tensor) is not torch.Tensor or not kinds <= {Shard, _StridedShard}:
-        return None
-    homes = (mesh.mesh == writer).nonzero().tolist()
-    if not homes:
-        return {}  # a replica on another mesh is nearer to the writer
-    along = [range(n) if dim in dims else [homes[0][dim]] for dim, n in enumerate(mesh.shape)]
+def _parts_of(tensor: DTensor, along: Sequence[range]) -> dict[int, Box] | None:
+    """Return the parts on the ranks that have these numbers along each dimension of the mesh."""
+    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
     parts = {}
     for place in itertools.product(*along):
         sizes, begins = _compute_local_shape_and_global_offset(
