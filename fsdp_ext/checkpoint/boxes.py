@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_ext.checkpoint.tensor_files import Part
 
@@ -62,11 +63,9 @@ def box_of(
         TypeError: if the tensor is of a kind that cannot be saved by its bytes.
     """
     if not isinstance(tensor, DTensor):
-        _check_plain(name, tensor)
-        whole = tuple(tensor.shape)
-        return Box(tensor, tensor, whole, (0,) * len(whole), world_size, rank, False)
-    local = tensor._local_tensor.detach()
-    _check_plain(name, local)
+        plain, whole = _plain(name, tensor), tuple(tensor.shape)
+        return Box(plain, tensor, whole, (0,) * len(whole), world_size, rank, False)
+    local = _plain(name, tensor._local_tensor.detach())
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -94,17 +93,24 @@ def box_of(
     return Box(local, tensor, whole, tuple(offset), copies, copy, True)
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        raise TypeError(
-            f"'{name}' is on the meta device and has no elements yet. Call to_empty first."
-        )
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose bytes are stored: that in a wrapper, if it has one of its shape."""
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    if type(tensor) not in kinds and is_traceable_wrapper_subclass(tensor):
+        attributes, _ = tensor.__tensor_flatten__()
+        inner = getattr(tensor, attributes[0])
+        if len(attributes) == 1 and inner.shape == tensor.shape:
+            return _plain(name, inner)
     if type(tensor) not in kinds or tensor.layout != torch.strided:
         raise TypeError(
             f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be "
             "stored by its bytes. Use torch.distributed.checkpoint for this model."
         )
+    if tensor.is_meta:
+        raise TypeError(
+            f"'{name}' is on the meta device and has no elements yet. Call to_empty first."
+        )
+    return tensor
 
 
 def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:
