@@ -48,10 +48,10 @@ def export(
 ) -> None:
     """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
 
-    All ranks of the model call this, and the directory is the same for all. Ranks write the files
-    in turns. Each tensor is gathered only to the rank that writes it. Beside its shards, a rank
-    needs the memory of the two largest tensors, and at least 32 MiB. A tied parameter is written
-    once. A model of transformers gets its ``config.json``, too.
+    All ranks of the model call this, and the directory is the same for all. The ranks share the
+    files and write at the same time. Each tensor is gathered only to the rank that writes it.
+    Beside its shards, a rank needs the memory of the two largest tensors, or 32 MiB if that is
+    more. A tied parameter is written once. A model of transformers gets its ``config.json``, too.
 
     An export that is interrupted leaves files with partial names, which the next one removes. An
     older export in the directory is replaced when the new one is written.
@@ -102,9 +102,10 @@ def write_files(
     Args:
         directory: where to.
         parts: the tensors' dtypes and shapes, by name.
-        tensors: returns this rank's tensors in the same order, from what is in each file.
+        tensors: returns the tensors of this rank's files in the same order. Its argument lists
+            the parts of each file.
         max_shard_size: as in :func:`export`.
-        ranks: the ranks, which write the files in turns.
+        ranks: the ranks that write. Rank r writes the files r, r + size, and so on.
         write_more: writes what else belongs there, on rank 0.
     """
     with ranks.together("export"):

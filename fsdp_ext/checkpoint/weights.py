@@ -101,7 +101,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Return whether a module of the model is in a wrapper, which changes its names."""
+    """Return whether the model has wrappers, which add prefixes to names."""
     wrappers = (TorchFSDP, FullyShardedDataParallel, DistributedDataParallel)
     return any(
         isinstance(module, wrappers) or not module._modules.keys().isdisjoint(_WRAPPED)
