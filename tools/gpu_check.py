@@ -6,9 +6,10 @@
 all     all steps, in the order of the parts below, as far as the time goes. A second call gets the
         results of the first with --after, and runs what has not begun
 tests   tries torch and NCCL without fsdp_ext, runs all of tests/gpu, and the sanitizers
-bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory
-more    overlap, a compiled step, a trace of a step over 8 simulated ranks, checkpoints, loading of
-        kernels, collectives
+bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory,
+        checkpoints
+more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
+        collectives
 
 No step is in two parts, but for the build.
 
@@ -66,11 +67,11 @@ ALL = "all"
 NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
-# Of benchmarks whose sizes are made for a GPU.
+# Why the emulated GPU does not run benchmarks whose sizes are made for a GPU.
 LARGE = "its sizes would take too long; tests/gpu has small ones"
 # Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
 TIMED = ("tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py")
-# They end processes that have work on the GPU, which may end all others of the service, too.
+# They end processes that have work on the GPU. Under the service, that may end all its others, too.
 ENDING = tuple(f"tests/gpu/test_gpu_{name}.py" for name in ("nccl", "watchdog", "health"))
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
@@ -151,9 +152,7 @@ def tests_part() -> list[Step]:
             needs=TRIAL,
             note=note,
         ),
-        Step(
-            "tests that end processes", [*all_tests, *at_once[:1], *at_once[1:2], *ENDING], 80, {}
-        ),
+        Step("tests that end processes", [*all_tests, *at_once[:2], *ENDING], 80, {}),
         Step("timed tests", [*PYTEST, *TIMED], 50, {}, takes_spare=True),
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 15, {}, of_machine=True

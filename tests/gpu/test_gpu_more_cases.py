@@ -57,7 +57,7 @@ NOT_BESIDE_FSDP2 = {
 }
 
 
-# The unsharded model's optimizer, which is on the GPU, rounds otherwise than one on the host.
+# The optimizer runs on the host, and the unsharded model's on the GPU, which rounds differently.
 STEPPED_ON_THE_HOST = "shards on the host"
 
 

@@ -333,9 +333,9 @@ def test_a_wheel_replaces_the_build(
 @PARTS
 def test_every_step_is_of_something_that_is_there(gpu_check: ModuleType, part: str) -> None:
     for step in gpu_check.steps("9.0", part):
-        for part in step.command:
-            if part.endswith(".py"):
-                assert (TOOLS.parent / part).exists(), part
+        for word in step.command:
+            if word.endswith(".py"):
+                assert (TOOLS.parent / word).exists(), word
         if step.command[1:3] == ["-m", "bench"]:
             assert (TOOLS.parent / "bench" / f"{step.command[3]}.py").exists(), step.name
             assert step.json
