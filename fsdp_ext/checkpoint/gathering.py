@@ -14,13 +14,14 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.stream import (
+from fsdp_ext.checkpoint.transfers import (
+    as_bytes,
     call_roll,
     full_tensor,
-    memory,
     mesh_of,
-    sent,
+    new_memory,
     sharded_dims,
+    to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight
 
@@ -154,14 +155,14 @@ class _Step:
         transfers = self._transfers.setdefault(group, [])
         if self._me not in parts:
             return
-        own = sent(target.weight, self._dtype)
+        own = to_send(target.weight, self._dtype)
         if self._me != target.writer:
             if own.numel():
-                data = _as_bytes(own.contiguous())
+                data = as_bytes(own.contiguous())
                 transfers.append(dist.P2POp(dist.isend, data, target.writer, group))
             return
         shape = target.weight.tensor.shape
-        whole = memory(shape.numel() * own.itemsize, own.device).view(own.dtype).view(shape)
+        whole = new_memory(shape.numel() * own.itemsize, own.device).view(own.dtype).view(shape)
         self._whole[target.name] = whole
         for rank, box in parts.items():
             part = whole[box]
@@ -172,7 +173,7 @@ class _Step:
                 if not part.is_contiguous():
                     arriving = torch.empty_like(part, memory_format=torch.contiguous_format)
                     self._copies.append((part, arriving))
-                transfers.append(dist.P2POp(dist.irecv, _as_bytes(arriving), rank, group))
+                transfers.append(dist.P2POp(dist.irecv, as_bytes(arriving), rank, group))
 
     def land(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait, and yield the tensors that this rank writes."""
@@ -202,11 +203,6 @@ class _Step:
         if target.writer != self._me:
             return whole
         return whole.to(target.weight.dtype_as(self._dtype))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes, because backends lack some dtypes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class _Boxes:

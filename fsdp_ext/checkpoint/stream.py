@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_ext.checkpoint.transfers import (
+    as_bytes,
+    call_roll,
+    full_tensor,
+    new_memory,
+    sharded_dims,
+    to_send,
+)
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
-from fsdp_ext.comm.roll_call import called_by_all
-from fsdp_ext.comm.transports import timeout_of
-from fsdp_ext.optim.state_entries import over
-
-_LARGE = 1 << 20  # bytes
 
 
 def stream_weights(
@@ -100,18 +100,6 @@ def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
         raise TypeError(f"{caller} got dtype={dtype!r}. Pass a floating-point dtype or None.")
 
 
-def call_roll(weights: Iterable[Weight], caller: str) -> None:
-    """Wait until all ranks that take part in gathers have made the call."""
-    groups: dict[dist.ProcessGroup, torch.device] = {}
-    for weight in weights:
-        for dim in sharded_dims(weight.tensor):
-            groups.setdefault(mesh_of(weight.tensor).get_group(dim), weight.local.device)
-    real = [group for group in groups if dist.get_backend(group) != "fake"]
-    longest = max((timeout_of(group, groups[group]) for group in real), default=timedelta())
-    with called_by_all(real, caller, longest):
-        pass  # the caller's code runs between the gathers
-
-
 def _whole(
     units: list[list[Weight]], dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
@@ -145,7 +133,7 @@ class _Flight:
         for weight in weights:
             shared = _shared(weight.tensor)
             if shared is not None:
-                one = _Arriving(weight, sent(weight, self._dtype), *shared)
+                one = _Arriving(weight, to_send(weight, self._dtype), *shared)
                 self._arriving[weight.names[0]] = one
                 by_group.setdefault(one.group, []).append(one)
         for group, together in by_group.items():
@@ -169,31 +157,12 @@ class _Flight:
         return whole.to(local.device if device is None else device, weight.dtype_as(self._dtype))
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def sent(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return what this rank sends of a weight: cast if that makes it smaller."""
-    local, dtype = weight.local, weight.dtype_as(dtype)
-    if dtype.itemsize < local.dtype.itemsize:
-        local = local.to(dtype)
-    # Offloaded shards are on the host, and their process group may serve GPUs only.
-    return local.to(mesh_of(weight.tensor).device_type)
-
-
-def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-    """Gather a weight on all ranks, by DTensor's own methods."""
-    whole = over(sent(weight, dtype), weight.tensor).full_tensor()  # type: ignore[attr-defined]
-    assert isinstance(whole, torch.Tensor)
-    return whole
-
-
 @dataclass
 class _Arriving:
     """A parameter that one dimension of a mesh shares, in one of its own dimensions.
 
     Rank r has rows r * chunk to (r + 1) * chunk, as far as there are any. So what is gathered of
-    ``chunk`` rows from each rank begins with the whole parameter. It travels as bytes, because
-    backends lack some dtypes.
+    ``chunk`` rows from each rank begins with the whole parameter.
     """
 
     weight: Weight
@@ -205,7 +174,7 @@ class _Arriving:
     @torch.inference_mode(False)
     def __post_init__(self) -> None:
         nbytes = math.prod(self._shape[1:]) * self.chunk * self.group.size() * self.local.itemsize
-        self.output = memory(nbytes, self.local.device)
+        self.output = new_memory(nbytes, self.local.device)
 
     @property
     def _shape(self) -> list[int]:
@@ -227,7 +196,7 @@ class _Arriving:
             padded = rows.new_zeros(self.chunk, *rows.shape[1:])
             padded[: rows.shape[0]] = rows
             rows = padded
-        return rows.contiguous().view(-1).view(torch.uint8)
+        return as_bytes(rows.contiguous())
 
     def wait(self) -> torch.Tensor:
         """Return the whole parameter once it has come."""
@@ -235,35 +204,6 @@ class _Arriving:
         shape = [self.chunk * self.group.size(), *self._shape[1:]]
         padded = self.output.view(self.local.dtype).view(shape)
         return padded[: self._shape[0]].movedim(0, self.dim).contiguous()
-
-
-def memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return new memory.
-
-    Large memory on the host comes from the system and goes back to it. glibc's heap would keep the
-    holes that tensors leave, and grow by about a unit for each one.
-    """
-    if device.type != "cpu" or nbytes < _LARGE:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
-    assert isinstance(tensor, DTensor)
-    return tensor.device_mesh
-
-
-def sharded_dims(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    return [
-        dim
-        for dim, placement in enumerate(tensor.placements)
-        if mesh.size(dim) > 1 and not placement.is_replicate()
-    ]
 
 
 def _shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:

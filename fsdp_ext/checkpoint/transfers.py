@@ -1,0 +1,83 @@
+"""What gathers of weights share: the roll call, a rank's part as it is sent, and new memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.checkpoint.weights import Weight
+from fsdp_ext.comm.roll_call import called_by_all
+from fsdp_ext.comm.transports import timeout_of
+from fsdp_ext.optim.state_entries import over
+
+_LARGE = 1 << 20  # bytes
+
+
+def call_roll(weights: Iterable[Weight], caller: str) -> None:
+    """Wait until all ranks that take part in gathers have made the call."""
+    groups: dict[dist.ProcessGroup, torch.device] = {}
+    for weight in weights:
+        for dim in sharded_dims(weight.tensor):
+            groups.setdefault(mesh_of(weight.tensor).get_group(dim), weight.local.device)
+    real = [group for group in groups if dist.get_backend(group) != "fake"]
+    longest = max((timeout_of(group, groups[group]) for group in real), default=timedelta())
+    with called_by_all(real, caller, longest):
+        pass  # the caller's code runs between the gathers
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return what this rank sends of a weight: cast if that makes it smaller."""
+    local, dtype = weight.local, weight.dtype_as(dtype)
+    if dtype.itemsize < local.dtype.itemsize:
+        local = local.to(dtype)
+    # Offloaded shards are on the host, and their process group may serve GPUs only.
+    return local.to(mesh_of(weight.tensor).device_type)
+
+
+def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+    """Gather a weight on all ranks, by DTensor's own methods."""
+    whole = over(to_send(weight, dtype), weight.tensor).full_tensor()  # type: ignore[attr-defined]
+    assert isinstance(whole, torch.Tensor)
+    return whole
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes, because backends lack some dtypes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def new_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return new memory.
+
+    Large memory on the host comes from the system and goes back to it. glibc's heap would keep the
+    holes that tensors leave, and grow by about a unit for each one.
+    """
+    if device.type != "cpu" or nbytes < _LARGE:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
+    assert isinstance(tensor, DTensor)
+    return tensor.device_mesh
+
+
+def sharded_dims(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if mesh.size(dim) > 1 and not placement.is_replicate()
+    ]
