@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from fsdp_ext.checkpoint.weights import Weight
 
 _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is larger
 
-Box = tuple[slice, ...]
+_Slices = tuple[slice, ...]
 
 
 def gathered(
@@ -39,8 +39,9 @@ def gathered(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of this rank's files, in their order. All ranks iterate.
 
-    File i is of rank i, counted in turns. All ranks write at the same time: a step gathers the next
-    few tensors of one file of each rank. While they are written, the next step is in flight.
+    Rank r writes the files r, r + size, and so on. All ranks write at the same time: a step gathers
+    the next few tensors of one file of each rank. While a rank writes the tensors of one step, the
+    next step is in flight.
 
     Args:
         weights: the weights, by name.
@@ -51,16 +52,16 @@ def gathered(
     """
     call_roll(weights.values(), caller)
     _connect(weights.values(), ranks)
-    boxes = _Boxes()
+    known = _KnownParts()
     ahead: _Step | None = None
     for tensors in [*_steps(weights, files, dtype, ranks), []]:
-        step, ahead = ahead, _Step(tensors, dtype, ranks, boxes)
+        step, ahead = ahead, _Step(tensors, dtype, ranks, known)
         if step is not None:
             yield from step.land()
 
 
 def _connect(weights: Iterable[Weight], ranks: Ranks) -> None:
-    """Let all ranks connect. NCCL's first call in a group needs all ranks of the group."""
+    """Let all ranks connect, because NCCL's first call in a group needs all ranks of the group."""
     connected = set()
     for weight in weights:
         group = _group_of(weight.tensor, ranks) if sharded_dims(weight.tensor) else None
@@ -91,7 +92,7 @@ def _steps(
     dtype: torch.dtype | None,
     ranks: Ranks,
 ) -> Iterator[list[_Target]]:
-    """Yield what travels at once: some tensors of one file of each rank."""
+    """Yield the tensors of each step: the next few of one file of each rank."""
     for first in range(0, len(files), ranks.size):
         cut = [
             _cut([_Target(name, weights[name], writer) for name in file], dtype)
@@ -121,26 +122,26 @@ class _Step:
     Args:
         targets: the tensors.
         dtype, ranks: as :func:`gathered` has them.
-        boxes: where ranks have their parts.
+        known: a cache of the parts of tensors.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
-        self, targets: list[_Target], dtype: torch.dtype | None, ranks: Ranks, boxes: _Boxes
+        self, targets: list[_Target], dtype: torch.dtype | None, ranks: Ranks, known: _KnownParts
     ) -> None:
         self._targets = targets
         self._dtype = dtype
         self._me = ranks.members[ranks.rank]
-        self._whole: dict[str, torch.Tensor] = {}  # of the tensors that arrive here
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to make when all have come
+        self._whole: dict[str, torch.Tensor] = {}  # the tensors that arrive here
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to make at the end
         self._by_dtensor: set[str] = set()
         # In the same order on all ranks, also if a rank takes part in none of a group's transfers.
         self._transfers: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
         for target in targets:
             tensor = target.weight.tensor
             if sharded_dims(tensor):
-                parts = boxes.of(tensor, target.writer)
+                parts = known.of(tensor, target.writer)
                 if parts is None:
                     self._by_dtensor.add(target.name)
                 else:
@@ -149,7 +150,7 @@ class _Step:
         self._works = [work for works in started for work in works]
 
     def _start(
-        self, target: _Target, parts: dict[int, Box], group: dist.ProcessGroup | None
+        self, target: _Target, parts: dict[int, _Slices], group: dist.ProcessGroup | None
     ) -> None:
         """Add this rank's transfers of a tensor."""
         transfers = self._transfers.setdefault(group, [])
@@ -197,6 +198,7 @@ class _Step:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _land(self, target: _Target) -> torch.Tensor:
+        """Return a tensor, whole on the rank that writes it. All ranks call this."""
         whole = self._whole.pop(target.name, target.weight.local)
         if target.name in self._by_dtensor:
             whole = full_tensor(target.weight, self._dtype)
@@ -205,16 +207,17 @@ class _Step:
         return whole.to(target.weight.dtype_as(self._dtype))
 
 
-class _Boxes:
-    """Where ranks have their parts. DTensor computes it slowly, so this is a cache."""
+class _KnownParts:
+    """A cache of the parts that ranks have of tensors, because DTensor computes them slowly."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], dict[int, Box] | None] = {}
+        self._known: dict[tuple[object, ...], dict[int, _Slices] | None] = {}
 
-    def of(self, tensor: torch.Tensor, writer: int) -> dict[int, Box] | None:
-        """Return the parts that make up a tensor, by rank: of the writer and the nearest replicas.
+    def of(self, tensor: torch.Tensor, writer: int) -> dict[int, _Slices] | None:
+        """Return the parts that make up a tensor for its writer, by rank.
 
-        None: the parts are no boxes, so the tensor has to be gathered by DTensor's own methods.
+        Each part is on the replica nearest to the writer. None: some part is no box, so the tensor
+        has to be gathered by DTensor's own methods.
         """
         assert isinstance(tensor, DTensor)
         mesh, dims = tensor.device_mesh, sharded_dims(tensor)
@@ -234,7 +237,7 @@ class _Boxes:
         return self._known[key]
 
 
-def _parts_of(tensor: DTensor, along: Sequence[range]) -> dict[int, Box] | None:
+def _parts_of(tensor: DTensor, along: Sequence[range]) -> dict[int, _Slices] | None:
     """Return the parts on the ranks that have these numbers along each dimension of the mesh."""
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
     parts = {}
@@ -247,8 +250,8 @@ def _parts_of(tensor: DTensor, along: Sequence[range]) -> dict[int, Box] | None:
     return parts if _fill(whole, parts.values()) else None
 
 
-def _fill(whole: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether boxes fill a tensor, and none has elements of another one."""
+def _fill(whole: tuple[int, ...], boxes: Collection[_Slices]) -> bool:
+    """Return whether boxes fill a tensor and do not overlap."""
     sizes = [[part.stop - part.start for part in box] for box in boxes]
     if sum(map(math.prod, sizes)) != math.prod(whole):
         return False
