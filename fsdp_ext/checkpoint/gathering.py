@@ -167,9 +167,11 @@ class _Step:
         self._whole[target.name] = whole
         for rank, box in parts.items():
             part = whole[box]
+            if part.numel() == 0:
+                continue  # FSDP2 may give an empty shard another shape than DTensor
             if rank == self._me:
                 part.copy_(own)
-            elif part.numel():
+            else:
                 arriving = part
                 if not part.is_contiguous():
                     arriving = torch.empty_like(part, memory_format=torch.contiguous_format)

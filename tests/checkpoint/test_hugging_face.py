@@ -111,6 +111,22 @@ def test_some_ranks_may_export_and_load(tmp_path: Path) -> None:
     run_ranks(_goes_there_and_back_on_some_ranks, 3, tmp_path)
 
 
+def _has_empty_columns(directory: Path) -> None:
+    model = nn.Linear(3, 5)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(4, 0)))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for tensor in expected.values():
+        dist.broadcast(tensor, 0)
+    model.load_state_dict(expected)
+    torch.distributed.fsdp.fully_shard(model)
+    export(model, directory)
+    assert_equal(state_in(directory), expected)
+
+
+def test_a_model_of_fsdp2_may_have_a_parameter_without_elements(tmp_path: Path) -> None:
+    run_ranks(_has_empty_columns, 2, tmp_path, timeout=60)
+
+
 # - Files
 
 
