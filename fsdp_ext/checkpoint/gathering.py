@@ -72,9 +72,16 @@ def _connect(weights: Iterable[Weight], ranks: Ranks) -> None:
 
 
 def _group_of(tensor: torch.Tensor, ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return the group in which the parts of a sharded tensor travel."""
-    dims = sharded_dims(tensor)
-    return mesh_of(tensor).get_group(dims[0]) if len(dims) == 1 else ranks.group
+    """Return the group in which the parts of a sharded tensor travel; None if it cannot be."""
+    dims, kind = sharded_dims(tensor), mesh_of(tensor).device_type
+    group = mesh_of(tensor).get_group(dims[0]) if len(dims) == 1 else ranks.group
+    assert group is not None
+    try:
+        backend = group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return None
+    # gloo's sends read the memory of the host alone.
+    return None if kind != "cpu" and backend.name() == "gloo" else group
 
 
 @dataclass
@@ -137,21 +144,19 @@ class _Step:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to make at the end
         self._by_dtensor: set[str] = set()
         # In the same order on all ranks, also if a rank takes part in none of a group's transfers.
-        self._transfers: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
+        self._transfers: dict[dist.ProcessGroup, list[dist.P2POp]] = {}
         for target in targets:
             tensor = target.weight.tensor
             if sharded_dims(tensor):
-                parts = known.of(tensor, target.writer)
-                if parts is None:
+                group, parts = _group_of(tensor, ranks), known.of(tensor, target.writer)
+                if group is None or parts is None:
                     self._by_dtensor.add(target.name)
                 else:
-                    self._start(target, parts, _group_of(tensor, ranks))
+                    self._start(target, parts, group)
         started = (dist.batch_isend_irecv(ops) for ops in self._transfers.values() if ops)
         self._works = [work for works in started for work in works]
 
-    def _start(
-        self, target: _Target, parts: dict[int, _Slices], group: dist.ProcessGroup | None
-    ) -> None:
+    def _start(self, target: _Target, parts: dict[int, _Slices], group: dist.ProcessGroup) -> None:
         """Add this rank's transfers of a tensor."""
         transfers = self._transfers.setdefault(group, [])
         if self._me not in parts:

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from support.checkpoints import WAYS, assert_equal
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_ext.checkpoint import export, load_pretrained, stream_weights
+from fsdp_ext.checkpoint import export, gathering, load_pretrained, stream_weights
+from fsdp_ext.checkpoint.ranks import Ranks
 
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
@@ -45,3 +50,20 @@ def _has_the_state_dict(directory: Path) -> None:
 
 def test_weights_of_gpus_are_streamed_exported_and_loaded(tmp_path: Path) -> None:
     run_ranks(_has_the_state_dict, 2, tmp_path, device="cuda")
+
+
+def _is_exported(directory: Path) -> None:
+    mesh = init_device_mesh("cuda", (2, 2))
+    whole = torch.arange(30.0).view(5, 6)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(whole.cuda(), mesh, [Shard(0), Shard(1)]))
+    host = dist.new_group(backend="gloo")
+    assert gathering._group_of(model.weight, Ranks(host)) is None  # gloo cannot send from a GPU
+    for group in (dist.group.WORLD, host):
+        export(model, directory, process_group=group)
+        with safe_open(directory / "model.safetensors", "pt") as file:
+            assert torch.equal(file.get_tensor("weight"), whole)
+
+
+def test_ranks_may_agree_over_a_group_that_serves_the_host_alone(tmp_path: Path) -> None:
+    run_ranks(_is_exported, 4, tmp_path, device="cuda")
