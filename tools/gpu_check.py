@@ -11,7 +11,7 @@ bench   packing beside a plain copy, a step beside FSDP2, host overhead, clippin
 more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
         collectives
 
-No step is in two parts, but for the build.
+Each step belongs to one part. Only the build is in all of them.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
@@ -21,7 +21,8 @@ that cannot end in time. Time that earlier steps leave goes to the steps that ma
 every step the results so far are written to <out>/<device>-<part>-<date>.json, and all output to a
 .log file beside it. The folder is $OUT if it is set. A table comes last. On the emulated GPU
 (tests/emulated_gpu), the folder is build/emulated_gpu_check, because its results are no device's.
-It is slow: use --quick, which measures little, and --patience, which multiplies all limits.
+The emulated GPU is slow: pass --quick to run smaller benchmarks, and --patience N to multiply all
+time limits by N.
 
 Some steps have several ranks that share the card. They run under CUDA's Multi-Process Service
 (nvidia-cuda-mps-control), if the machine has it. The card then runs kernels of several processes at
@@ -67,11 +68,12 @@ ALL = "all"
 NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
-# Why the emulated GPU does not run benchmarks whose sizes are made for a GPU.
+# The reason for which the emulated GPU leaves out the benchmarks of large models.
 LARGE = "its sizes would take too long; tests/gpu has small ones"
-# Their bounds are microseconds, so nothing else may run on the GPU or its cores beside them.
+# These tests compare times of microseconds, so nothing else may run on the machine meanwhile.
 TIMED = ("tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py")
-# They end processes that have work on the GPU. Under the service, that may end all its others, too.
+# These tests kill processes while their kernels run. Under the Multi-Process Service, that may
+# kill the processes of other tests, too.
 ENDING = tuple(f"tests/gpu/test_gpu_{name}.py" for name in ("nccl", "watchdog", "health"))
 # One call on a machine that is lent ends after ten minutes.
 MINUTES = 9.0
@@ -163,7 +165,7 @@ def tests_part() -> list[Step]:
 
 def sanitize(sanitizer: str, tool: str) -> Step:
     """Return a step that runs a few small tests of kernels under a tool of the sanitizer."""
-    # Sanitizers make kernels slow.
+    # Only a few tests, because sanitizers make kernels many times slower.
     few = ["-k", "(independent and False) or current_stream or (entries and not 2000 and not 9000)"]
     # With an allocation of its own for each tensor, memcheck sees where a tensor ends.
     sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FSDP_EXT_TEST_SEEDS": "2"}

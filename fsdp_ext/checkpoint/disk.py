@@ -29,7 +29,7 @@ def write(file: int, buffers: list[memoryview], position: int) -> None:
         remaining -= count
         position += count
         if remaining == 0:
-            # Linux starts to write these pages to the disk, so that ``flush`` waits for less.
+            # On Linux this starts writing the pages to the disk, so ``flush`` has less to wait for.
             os.posix_fadvise(file, begin, position - begin, os.POSIX_FADV_DONTNEED)
             return
         while count >= len(buffers[0]):

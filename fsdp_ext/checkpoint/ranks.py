@@ -73,7 +73,7 @@ class Ranks:
         self.group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
-        # Also for messages of a background thread, after the group has been destroyed.
+        # A background thread names ranks in messages even after the group has been destroyed.
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()

@@ -38,7 +38,7 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     local, dtype = weight.local, weight.dtype_as(dtype)
     if dtype.itemsize < local.dtype.itemsize:
         local = local.to(dtype)
-    # Offloaded shards are on the host, and their process group may serve GPUs only.
+    # An offloaded shard is on the host, where its process group may have no backend.
     return local.to(mesh_of(weight.tensor).device_type)
 
 

@@ -57,7 +57,8 @@ NOT_BESIDE_FSDP2 = {
 }
 
 
-# The optimizer runs on the host, and the unsharded model's on the GPU, which rounds differently.
+# In this case our optimizer runs on the host. The unsharded model's runs on the GPU and rounds
+# differently, so the two agree within rounding.
 STEPPED_ON_THE_HOST = "shards on the host"
 
 

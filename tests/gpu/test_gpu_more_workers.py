@@ -1,6 +1,6 @@
 """What other tests compare on the host is equal on a GPU, too.
 
-The workers are those of the other tests.
+Each test runs functions that tests of the host define.
 """
 
 from __future__ import annotations

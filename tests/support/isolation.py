@@ -65,7 +65,7 @@ class ProcessState:
         for container, content in self._contents:
             _refill(container, content)
         _forget_sharding()
-        # Imported modules stay. Without this, each later collection would traverse them, too.
+        # Modules that this call imported stay loaded. Frozen, they cost later collections no time.
         gc.freeze()
         now = dict(_checked())
         left = [name for name, value in self._checked.items() if now.get(name) != value]
