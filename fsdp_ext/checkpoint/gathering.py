@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.transfers import (
@@ -21,13 +17,12 @@ from fsdp_ext.checkpoint.transfers import (
     mesh_of,
     new_memory,
     sharded_dims,
+    shared,
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight
 
 _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is larger
-
-_Slices = tuple[slice, ...]
 
 
 def gathered(
@@ -51,37 +46,34 @@ def gathered(
         caller: the public function, for messages.
     """
     call_roll(weights.values(), caller)
-    _connect(weights.values(), ranks)
-    known = _KnownParts()
+    _connect(weights.values())
     ahead: _Step | None = None
     for tensors in [*_steps(weights, files, dtype, ranks), []]:
-        step, ahead = ahead, _Step(tensors, dtype, ranks, known)
+        step, ahead = ahead, _Step(tensors, dtype, ranks)
         if step is not None:
             yield from step.land()
 
 
-def _connect(weights: Iterable[Weight], ranks: Ranks) -> None:
+def _connect(weights: Iterable[Weight]) -> None:
     """Let all ranks connect, because NCCL's first call in a group needs all ranks of the group."""
-    connected = set()
+    sent = {}
     for weight in weights:
-        group = _group_of(weight.tensor, ranks) if sharded_dims(weight.tensor) else None
-        if group is not None and group not in connected:
-            connected.add(group)
-            sample = torch.zeros(1, device=weight.local.device)
-            dist.all_reduce(sample.to(mesh_of(weight.tensor).device_type), group=group)
+        if travels := _travels(weight.tensor):
+            sent[travels[0]] = mesh_of(weight.tensor).device_type
+    for group, kind in sent.items():
+        dist.all_reduce(torch.zeros(1, device=kind), group=group)
 
 
-def _group_of(tensor: torch.Tensor, ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return the group in which the parts of a sharded tensor travel; None if it cannot be."""
-    dims, kind = sharded_dims(tensor), mesh_of(tensor).device_type
-    group = mesh_of(tensor).get_group(dims[0]) if len(dims) == 1 else ranks.group
-    assert group is not None
-    try:
-        backend = group._get_backend(torch.device(kind))
-    except RuntimeError:
-        return None
-    # gloo's sends read the memory of the host alone.
-    return None if kind != "cpu" and backend.name() == "gloo" else group
+def _travels(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
+    """Return the group in which ranks send their rows of a tensor, and the dimension of these.
+
+    None: the tensor is whole, or all ranks have to gather it.
+    """
+    found = shared(tensor)
+    if found is None or mesh_of(tensor).device_type == "cpu":
+        return found
+    backend = found[0]._get_backend(torch.device(mesh_of(tensor).device_type))
+    return None if backend.name() == "gloo" else found  # gloo cannot send from a GPU
 
 
 @dataclass
@@ -129,38 +121,30 @@ class _Step:
     Args:
         targets: the tensors.
         dtype, ranks: as :func:`gathered` has them.
-        known: a cache of the parts of tensors.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(
-        self, targets: list[_Target], dtype: torch.dtype | None, ranks: Ranks, known: _KnownParts
-    ) -> None:
+    def __init__(self, targets: list[_Target], dtype: torch.dtype | None, ranks: Ranks) -> None:
         self._targets = targets
         self._dtype = dtype
         self._me = ranks.members[ranks.rank]
         self._whole: dict[str, torch.Tensor] = {}  # the tensors that arrive here
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to make at the end
-        self._by_dtensor: set[str] = set()
-        # In the same order on all ranks, also if a rank takes part in none of a group's transfers.
+        # All ranks have the same order of groups and tensors, even where a rank sends nothing.
         self._transfers: dict[dist.ProcessGroup, list[dist.P2POp]] = {}
         for target in targets:
-            tensor = target.weight.tensor
-            if sharded_dims(tensor):
-                group, parts = _group_of(tensor, ranks), known.of(tensor, target.writer)
-                if group is None or parts is None:
-                    self._by_dtensor.add(target.name)
-                else:
-                    self._start(target, parts, group)
+            if travels := _travels(target.weight.tensor):
+                self._start(target, *travels)
         started = (dist.batch_isend_irecv(ops) for ops in self._transfers.values() if ops)
         self._works = [work for works in started for work in works]
 
-    def _start(self, target: _Target, parts: dict[int, _Slices], group: dist.ProcessGroup) -> None:
+    def _start(self, target: _Target, group: dist.ProcessGroup, dim: int) -> None:
         """Add this rank's transfers of a tensor."""
         transfers = self._transfers.setdefault(group, [])
-        if self._me not in parts:
-            return
+        members = dist.get_process_group_ranks(group)
+        if target.writer not in members:
+            return  # another replica sends it
         own = to_send(target.weight, self._dtype)
         if self._me != target.writer:
             if own.numel():
@@ -170,18 +154,18 @@ class _Step:
         shape = target.weight.tensor.shape
         whole = new_memory(shape.numel() * own.itemsize, own.device).view(own.dtype).view(shape)
         self._whole[target.name] = whole
-        for rank, box in parts.items():
-            part = whole[box]
-            if part.numel() == 0:
-                continue  # FSDP2 may give an empty shard another shape than DTensor
+        rows = -(-shape[dim] // len(members))
+        for rank, part in zip(
+            members, torch.split(whole, rows, dim), strict=False
+        ):  # the last have none
             if rank == self._me:
                 part.copy_(own)
-            else:
-                arriving = part
-                if not part.is_contiguous():
-                    arriving = torch.empty_like(part, memory_format=torch.contiguous_format)
-                    self._copies.append((part, arriving))
-                transfers.append(dist.P2POp(dist.irecv, as_bytes(arriving), rank, group))
+                continue
+            arriving = part
+            if not part.is_contiguous():
+                arriving = torch.empty_like(part, memory_format=torch.contiguous_format)
+                self._copies.append((part, arriving))
+            transfers.append(dist.P2POp(dist.irecv, as_bytes(arriving), rank, group))
 
     def land(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait, and yield the tensors that this rank writes."""
@@ -206,68 +190,10 @@ class _Step:
     @torch.no_grad()
     def _land(self, target: _Target) -> torch.Tensor:
         """Return a tensor, whole on the rank that writes it. All ranks call this."""
+        tensor = target.weight.tensor
         whole = self._whole.pop(target.name, target.weight.local)
-        if target.name in self._by_dtensor:
+        if sharded_dims(tensor) and _travels(tensor) is None:
             whole = full_tensor(target.weight, self._dtype)
         if target.writer != self._me:
             return whole
         return whole.to(target.weight.dtype_as(self._dtype))
-
-
-class _KnownParts:
-    """A cache of the parts that ranks have of tensors, because DTensor computes them slowly."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], dict[int, _Slices] | None] = {}
-
-    def of(self, tensor: torch.Tensor, writer: int) -> dict[int, _Slices] | None:
-        """Return the parts that make up a tensor for its writer, by rank.
-
-        Each part is on the replica nearest to the writer. None: some part is no box, so the tensor
-        has to be gathered by DTensor's own methods.
-        """
-        assert isinstance(tensor, DTensor)
-        mesh, dims = tensor.device_mesh, sharded_dims(tensor)
-        kinds = {type(tensor.placements[dim]) for dim in dims}
-        if type(tensor._local_tensor) is not torch.Tensor or not kinds <= {Shard, _StridedShard}:
-            return None
-        homes = (mesh.mesh == writer).nonzero().tolist()
-        if not homes:
-            return {}  # a replica on another mesh is nearer to the writer
-        along = tuple(
-            range(length) if dim in dims else range(homes[0][dim], homes[0][dim] + 1)
-            for dim, length in enumerate(mesh.shape)
-        )
-        key = (mesh, tensor.placements, tensor.shape, along)
-        if key not in self._known:
-            self._known[key] = _parts_of(tensor, along)
-        return self._known[key]
-
-
-def _parts_of(tensor: DTensor, along: Sequence[range]) -> dict[int, _Slices] | None:
-    """Return the parts on the ranks that have these numbers along each dimension of the mesh."""
-    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
-    parts = {}
-    for place in itertools.product(*along):
-        sizes, begins = _compute_local_shape_and_global_offset(
-            whole, mesh.shape, list(place), tensor.placements
-        )
-        pairs = zip(begins, sizes, strict=True)
-        parts[int(mesh.mesh[place])] = tuple(slice(begin, begin + size) for begin, size in pairs)
-    return parts if _fill(whole, parts.values()) else None
-
-
-def _fill(whole: tuple[int, ...], boxes: Collection[_Slices]) -> bool:
-    """Return whether boxes fill a tensor and do not overlap."""
-    sizes = [[part.stop - part.start for part in box] for box in boxes]
-    if sum(map(math.prod, sizes)) != math.prod(whole):
-        return False
-    for dim, length in enumerate(whole):
-        position = 0
-        for begin, end in sorted({(box[dim].start, box[dim].stop) for box in boxes}):
-            if begin < end and begin != position:
-                return False
-            position = max(position, end)
-        if position != length:
-            return False
-    return True

@@ -46,7 +46,6 @@ class Ranks:
         timeout: the longest wait for another rank.
 
     Attributes:
-        group: the ranks; None for one process without a group.
         members: the global rank of each.
         rank: this rank's number in the group.
         size: the number of ranks.
@@ -70,7 +69,7 @@ class Ranks:
                 f"checkpoints got process_group={group!r}. Pass a ProcessGroup, or None for all "
                 "ranks."
             )
-        self.group = group
+        self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
         # A background thread names ranks in messages even after the group has been destroyed.
@@ -101,11 +100,11 @@ class Ranks:
             RuntimeError: if a rank does not come. The message names it.
         """
         failure = value if isinstance(value, BaseException) else None
-        if self._store is None or self.group is None:
+        if self._store is None or self._group is None:
             if failure is not None:
                 raise failure
             return decide([value])
-        counts = _counts.setdefault(self.group, Counter())
+        counts = _counts.setdefault(self._group, Counter())
         counts[what] += 1
         number, message = counts[what], {"ok": value}
         if failure is not None:
@@ -126,9 +125,9 @@ class Ranks:
 
         Its process may serve the store, and end next.
         """
-        if self._store is None or self.group is None:
+        if self._store is None or self._group is None:
             return
-        key = _key(what, _counts[self.group][what], "left")
+        key = _key(what, _counts[self._group][what], "left")
         if self.rank != 0:
             self._store.add(key, 1)
             return

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext.checkpoint.transfers import (
     as_bytes,
@@ -18,6 +17,7 @@ from fsdp_ext.checkpoint.transfers import (
     full_tensor,
     new_memory,
     sharded_dims,
+    shared,
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
@@ -131,9 +131,8 @@ class _Flight:
         self._arriving: dict[str, _Arriving] = {}
         by_group: dict[dist.ProcessGroup, list[_Arriving]] = {}
         for weight in weights:
-            shared = _shared(weight.tensor)
-            if shared is not None:
-                one = _Arriving(weight, to_send(weight, self._dtype), *shared)
+            if found := shared(weight.tensor):
+                one = _Arriving(weight, to_send(weight, self._dtype), *found)
                 self._arriving[weight.names[0]] = one
                 by_group.setdefault(one.group, []).append(one)
         for group, together in by_group.items():
@@ -204,17 +203,3 @@ class _Arriving:
         shape = [self.chunk * self.group.size(), *self._shape[1:]]
         padded = self.output.view(self.local.dtype).view(shape)
         return padded[: self._shape[0]].movedim(0, self.dim).contiguous()
-
-
-def _shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
-    """Return the group that shares a parameter, and the dimension in which it does.
-
-    None: the parameter is whole, or has to be gathered by DTensor's own methods.
-    """
-    dims = sharded_dims(tensor)
-    if len(dims) != 1 or not isinstance(tensor, DTensor):
-        return None
-    placement, local = tensor.placements[dims[0]], tensor._local_tensor
-    if type(placement) is not Shard or type(local) is not torch.Tensor or tensor.numel() == 0:
-        return None
-    return tensor.device_mesh.get_group(dims[0]), placement.dim

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.roll_call import called_by_all
@@ -44,7 +44,10 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
 
 def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     """Gather a weight on all ranks, by DTensor's own methods."""
-    whole = over(to_send(weight, dtype), weight.tensor).full_tensor()  # type: ignore[attr-defined]
+    own = to_send(weight, dtype)
+    if weight.tensor.numel() == 0:  # FSDP2's shards may have another shape than DTensor expects
+        return own.new_empty(weight.tensor.shape)
+    whole = over(own, weight.tensor).full_tensor()  # type: ignore[attr-defined]
     assert isinstance(whole, torch.Tensor)
     return whole
 
@@ -81,3 +84,17 @@ def sharded_dims(tensor: torch.Tensor) -> list[int]:
         for dim, placement in enumerate(tensor.placements)
         if mesh.size(dim) > 1 and not placement.is_replicate()
     ]
+
+
+def shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
+    """Return the group that shares a parameter, and the dimension in which it does.
+
+    None: the parameter is whole, or has to be gathered by DTensor's own methods.
+    """
+    dims = sharded_dims(tensor)
+    if len(dims) != 1 or not isinstance(tensor, DTensor):
+        return None
+    placement, local = tensor.placements[dims[0]], tensor._local_tensor
+    if type(placement) is not Shard or type(local) is not torch.Tensor or tensor.numel() == 0:
+        return None
+    return tensor.device_mesh.get_group(dims[0]), placement.dim
