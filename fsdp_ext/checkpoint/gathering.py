@@ -21,6 +21,7 @@ from fsdp_ext.checkpoint.transfers import (
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight
+from fsdp_ext.comm.transports import gathering_device
 
 _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is larger
 
@@ -58,22 +59,10 @@ def _connect(weights: Iterable[Weight]) -> None:
     """Let all ranks connect, because NCCL's first call in a group needs all ranks of the group."""
     sent = {}
     for weight in weights:
-        if travels := _travels(weight.tensor):
-            sent[travels[0]] = mesh_of(weight.tensor).device_type
+        if travels := shared(weight.tensor):
+            sent[travels[0]] = gathering_device(mesh_of(weight.tensor))
     for group, kind in sent.items():
         dist.all_reduce(torch.zeros(1, device=kind), group=group)
-
-
-def _travels(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:
-    """Return the group in which ranks send their rows of a tensor, and the dimension of these.
-
-    None: the tensor is whole, or all ranks have to gather it.
-    """
-    found = shared(tensor)
-    if found is None or mesh_of(tensor).device_type == "cpu":
-        return found
-    backend = found[0]._get_backend(torch.device(mesh_of(tensor).device_type))
-    return None if backend.name() == "gloo" else found  # gloo cannot send from a GPU
 
 
 @dataclass
@@ -134,7 +123,7 @@ class _Step:
         # All ranks have the same order of groups and tensors, even where a rank sends nothing.
         self._transfers: dict[dist.ProcessGroup, list[dist.P2POp]] = {}
         for target in targets:
-            if travels := _travels(target.weight.tensor):
+            if travels := shared(target.weight.tensor):
                 self._start(target, *travels)
         started = (dist.batch_isend_irecv(ops) for ops in self._transfers.values() if ops)
         self._works = [work for works in started for work in works]
@@ -192,7 +181,7 @@ class _Step:
         """Return a tensor, whole on the rank that writes it. All ranks call this."""
         tensor = target.weight.tensor
         whole = self._whole.pop(target.name, target.weight.local)
-        if sharded_dims(tensor) and _travels(tensor) is None:
+        if sharded_dims(tensor) and shared(tensor) is None:
             whole = full_tensor(target.weight, self._dtype)
         if target.writer != self._me:
             return whole

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.roll_call import called_by_all
-from fsdp_ext.comm.transports import timeout_of
+from fsdp_ext.comm.transports import gathering_device, timeout_of
 from fsdp_ext.optim.state_entries import over
 
 _LARGE = 1 << 20  # bytes
@@ -39,7 +39,7 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype.itemsize < local.dtype.itemsize:
         local = local.to(dtype)
     # An offloaded shard is on the host, where its process group may have no backend.
-    return local.to(mesh_of(weight.tensor).device_type)
+    return local.to(gathering_device(mesh_of(weight.tensor)))
 
 
 def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:

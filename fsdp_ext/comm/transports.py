@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
@@ -118,6 +119,24 @@ def zeros_for_shard(
     if on_host and may_share_memory(group, transport) and not why_no_shared_memory():
         return _C.shared_zeros(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def gathering_device(mesh: DeviceMesh) -> str:
+    """Return the kind of device whose tensors the process groups of a mesh can gather.
+
+    It is the mesh's, unless that is a GPU and a group serves the host alone. gloo takes tensors on
+    GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use, reads their
+    memory as the host's.
+    """
+    kind = mesh.device_type
+    for group in mesh.get_all_groups():
+        try:
+            backend = group._get_backend(torch.device(kind))
+        except RuntimeError:  # it has none
+            return "cpu"
+        if isinstance(backend, dist.ProcessGroupGloo):
+            return "cpu"
+    return kind
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

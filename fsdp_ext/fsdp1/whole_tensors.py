@@ -13,9 +13,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_ext.comm.rendezvous import host_backend
 from fsdp_ext.comm.roll_call import called_by_all
-from fsdp_ext.comm.transports import timeout_of
+from fsdp_ext.comm.transports import gathering_device, timeout_of
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -54,13 +53,13 @@ def whole_copy(sharded: DTensor) -> torch.Tensor:
 
 
 def _where_its_group_sends(sharded: DTensor) -> DTensor:
-    """Return an offloaded shard on the GPU if its process group has no backend for the host."""
+    """Return a shard on the device from which its process groups gather."""
     mesh, local = sharded.device_mesh, sharded.to_local()
-    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-    if local.device.type != "cpu" or all(host_backend(group) for group in groups):
+    kind = gathering_device(mesh)
+    if local.device.type == kind:
         return sharded
     return DTensor.from_local(
-        local.to(mesh.device_type),
+        local.to(kind),
         mesh,
         sharded.placements,
         run_check=False,

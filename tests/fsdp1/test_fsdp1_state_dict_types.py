@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-
-from fsdp_ext.fsdp1 import whole_tensors
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -342,16 +339,3 @@ def state_without_gradients(model: Any) -> dict[str, Any]:
 
 def test_sharded_tensors_of_fsdp1_are_loaded_on_as_many_ranks() -> None:
     run_ranks(_sharded_tensors, 2)
-
-
-def without_a_host_backend() -> None:
-    model = make(Stack)
-    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
-    want = wrapped.state_dict()
-    with mock.patch.object(whole_tensors, "host_backend", return_value="") as asked:
-        assert_equal(wrapped.state_dict(), want)
-    assert asked.called
-
-
-def test_shards_are_gathered_where_their_group_sends() -> None:
-    run_ranks(without_a_host_backend, 2)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
+from fsdp_ext import FullyShardedDataParallel as FSDP
 from fsdp_ext import fully_shard
 
 WIDTH = 1024
@@ -61,3 +63,18 @@ def _compare() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_units_train_as_others(world_size: int) -> None:
     run_ranks(_compare, world_size, timeout=100.0, device="cuda")
+
+
+def _has_whole_state() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    of_gpus = dist.new_group(backend="nccl")  # which cannot gather where the shards are
+    wrapped = FSDP(model, of_gpus, cpu_offload=CPUOffload(True), device_id=0)
+    state = wrapped.state_dict()
+    assert expected.keys() == state.keys()
+    assert all(torch.equal(state[name].cpu(), expected[name]) for name in expected)
+
+
+def test_offloaded_shards_are_gathered_where_their_group_can() -> None:
+    run_ranks(_has_whole_state, 2, device="cuda")

@@ -19,6 +19,7 @@ from fsdp_ext.checkpoint import export, load_pretrained, stream_weights
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
 SOME = ["several units", "a tied head", "few rows", "mixed precision", "offloaded", "FSDP1, flat"]
+SQUARE = [Shard(0), Shard(1)]
 
 
 def on_host(model: nn.Module, device: str) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ def _is_exported(directory: Path) -> None:
     whole = torch.arange(30.0).view(5, 6)
     mesh = init_device_mesh("cuda", (2, 2))
     model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(whole.cuda(), mesh, [Shard(0), Shard(1)]))
+    model.weight = nn.Parameter(distribute_tensor(whole.cuda(), mesh, SQUARE))
     export(model, directory, process_group=dist.new_group(backend="gloo"))
     with safe_open(directory / "model.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("weight"), whole)
@@ -63,3 +64,23 @@ def _is_exported(directory: Path) -> None:
 
 def test_ranks_may_agree_over_a_group_that_serves_the_host_alone(tmp_path: Path) -> None:
     run_ranks(_is_exported, 4, tmp_path, device="cuda")
+
+
+def _are_gathered(directory: Path) -> None:
+    line = init_device_mesh("cuda", (4,), backend_override={0: "gloo"})
+    square = init_device_mesh("cuda", (2, 2), backend_override={0: "gloo", 1: "gloo"})
+    for number in range(10):  # what reads a GPU's memory too early may find it ready
+        whole = torch.arange(2400.0).view(40, 60) + number
+        model = nn.Module()
+        for name, mesh, shards in [("line", line, [Shard(0)]), ("square", square, SQUARE)]:
+            weight = distribute_tensor(whole.cuda(), mesh, shards, src_data_rank=None)
+            model.register_parameter(f"{name}_weight", nn.Parameter(weight))
+        expected = {name: whole for name, _ in model.named_parameters()}
+        assert_equal(on_host(model, "cuda"), expected)
+        export(model, directory / str(number))
+        with safe_open(directory / str(number) / "model.safetensors", "pt") as file:
+            assert_equal({name: file.get_tensor(name) for name in expected}, expected)
+
+
+def test_weights_of_gpus_whose_groups_are_gloo_are_gathered(tmp_path: Path) -> None:
+    run_ranks(_are_gathered, 4, tmp_path, device="cuda")
