@@ -33,7 +33,10 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     """Load what :func:`weights_of` returned, with other values."""
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+    if is_wrapped(model):
+        set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+    else:
+        model.load_state_dict(weights, strict=False)
 
 
 # - Optimizers
