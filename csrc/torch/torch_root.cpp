@@ -399,6 +399,14 @@ void TorchRoot::unshard(int unit) {
   pipeline_->unshard(unit);
 }
 
+void TorchRoot::prefetch_next_forward() {
+  if (passes().has_failed()) {
+    recover();
+  }
+  const py::gil_scoped_release no_gil;
+  pipeline_->prefetch_next_forward();
+}
+
 py::object TorchRoot::pre_forward_when_stale(py::handle module, py::handle args,
                                              py::handle kwargs) {
   const py::object rebuild = when_stale_();

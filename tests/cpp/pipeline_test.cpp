@@ -87,6 +87,45 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
   });
 }
 
+// See Note [gathers ahead of forward].
+TEST(Pipeline, FirstGathersOfForwardAreIssuedAheadAndAgainForChangedShards) {
+  on_ranks(2, 5, [&](Rank& rank, int) {
+    rank.step(1.0F);
+    rank.step(1.0F);
+    for (const bool changes : {false, true, false}) {
+      rank.pipeline->gatherer().set_poison_released_slots(changes);
+      rank.lanes.device->delay(rank.lanes.gather.stream(), std::chrono::milliseconds(20));
+      rank.pipeline->ledger().reset();
+      rank.pipeline->ledger().enable_log(true);
+      rank.pipeline->prefetch_next_forward();
+      rank.pipeline->prefetch_next_forward();  // gathers them again
+      if (changes) {
+        rank.units[0]->change_shard();
+        rank.units[1]->change_shard();
+      }
+      rank.step(1.0F);
+      std::vector<int> ahead;
+      std::vector<int> forward;
+      std::vector<int> backward;
+      for (const CollectiveRecord& record : rank.pipeline->ledger().take_log()) {
+        if (record.op == Collective::AllGather) {
+          std::vector<int>& phase = record.phase == Phase::Forward    ? forward
+                                    : record.phase == Phase::Backward ? backward
+                                                                      : ahead;
+          phase.push_back(record.units.first);
+        }
+      }
+      EXPECT_EQ(ahead.size(), 4U);
+      EXPECT_EQ((std::vector<int>{ahead[0], ahead[1]}), (std::vector<int>{0, 1}));
+      EXPECT_EQ(forward,
+                changes ? (std::vector<int>{0, 1, 2, 3, 4, 5}) : (std::vector<int>{2, 3, 4, 5}));
+      EXPECT_EQ(backward,
+                changes ? (std::vector<int>{5, 4, 3, 2, 1}) : (std::vector<int>{3, 2, 1}));
+      EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
+    }
+  });
+}
+
 TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
   PipelineOptions options;
   options.prefetch_depth = 3;

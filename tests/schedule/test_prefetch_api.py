@@ -163,11 +163,59 @@ def wait_late(run: Run, step: int) -> tuple[Tensor, ...]:
     return evaluated, *result
 
 
+def gather_ahead(run: Run) -> None:
+    """Let the next forward's first gathers begin. FSDP2 has no such method."""
+    if run.sharded and hasattr(run.model, "prefetch_next_forward"):
+        run.model.prefetch_next_forward()
+
+
+def gather_ahead_of_each_forward(run: Run, step: int) -> tuple[Tensor, ...]:
+    gather_ahead(run)
+    with torch.no_grad():
+        evaluated = run.loss(step, 1)
+    gather_ahead(run)
+    run.optimizer.zero_grad()
+    loss = run.loss(step)
+    gather_ahead(run)  # of the backward that comes, which uses what it can
+    run.backward(loss)
+    gather_ahead(run)  # too early
+    run.optimizer.step()
+    gather_ahead(run)
+    return evaluated, loss
+
+
+def change_what_was_gathered_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
+    """Change parameters in all ways after their gathers have begun."""
+    result = list(train_step(run, step))
+    params = list(run.model.parameters())
+    changes = [
+        lambda: [param.mul_(0.5) for param in params[::2]],
+        lambda: run.model.load_state_dict(
+            {name: tensor * 2 for name, tensor in run.model.state_dict().items()}
+        ),
+        lambda: run.optimizer.step(),
+        lambda: [param.data.mul_(0.75) for param in params],
+    ]
+    gather_ahead(run)
+    with torch.no_grad():
+        changes[step % len(changes)]()
+    if run.sharded:
+        if step % len(changes) == 3:
+            for unit in (run.model, *run.model.blocks):
+                unit.reshard()
+        if step == 2:
+            run.model.set_reshard_after_forward(False)
+    return tuple(result)
+
+
 CASES = [
+    Case("parameters that change after their gathers", Stack, step=change_what_was_gathered_ahead,
+         steps=6),
     Case("forward prefetch of the next unit", Stack,
          after_sharding=prefetch_next_forward),
     Case("forward prefetch of all units", Stack, after_sharding=prefetch_all_forward),
     Case("forward prefetch of the wrong units", Stack, after_sharding=prefetch_wrongly_forward),
+    Case("gathers ahead of forward", Stack, step=gather_ahead_of_each_forward, steps=3),
     Case("backward prefetch of two units", Stack, after_sharding=prefetch_two_backward),
     Case("prefetch in both directions", Stack, after_sharding=prefetch_both),
     Case("prefetch of what is frozen or unused", models.UnusedParameters,

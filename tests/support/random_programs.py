@@ -225,6 +225,8 @@ class Program:
         for name, parameter in self.model.named_parameters():
             self.note(f"{step}: gradient of {name}", parameter.grad)
         self.optimizer.step()
+        if self.system.name == "fsdp_ext" and coin:
+            self.model.prefetch_next_forward()
         self.optimizer.zero_grad(set_to_none=does != "zeroes in place")
         if does == "loads":
             state = {name: value.clone() for name, value in self.model.state_dict().items()}

@@ -46,7 +46,8 @@ class Gatherer {
                    const BucketSets& together, bool keeps_inputs);
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
-  // Parameters that were gathered earlier are out of date.
+  void follow_compute() { streams_.follow_compute(); }
+  // The same, and parameters that were gathered earlier are out of date.
   void begin_iteration();
   // Reshards units that stayed unsharded although their shards have changed since. Returns whether
   // any shards have changed since the last call. Then the graphs of earlier forwards are out of

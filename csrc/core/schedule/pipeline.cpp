@@ -42,21 +42,32 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   for (const auto& unit : units_) {
     unit->entering = kNoCall;  // of a forward that ended in an exception
   }
-  const bool has_changed = gatherer_.reshard_outdated(units_);
+  shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
+  }
+  if (is_ahead_ && (bucket_set_.is_stale() || device_.is_capturing())) {
+    drop_prefetched();  // other buckets or memory may come, or a graph that has to gather by itself
   }
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   if (with_gradient) {
     lend_gradients();
   }
-  gatherer_.begin_iteration();
-  forward_order_.begin_forward(/*forgets_all=*/has_changed);
+  begin_iteration();
+  forward_order_.begin_forward(/*forgets_all=*/std::exchange(shards_have_changed_, false));
   forward_keeps_ = with_gradient;
   passes_.state_ = Passes::State::Forward;
   return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
+}
+
+void Pipeline::begin_iteration() {
+  if (std::exchange(is_ahead_, false)) {
+    gatherer_.follow_compute();  // what was not gathered ahead may have changed since
+  } else {
+    gatherer_.begin_iteration();
+  }
 }
 
 // A captured CUDA graph writes gradients to fixed addresses, so they have to keep their memory.
@@ -72,11 +83,7 @@ void Pipeline::end_forward(bool with_gradient) try {
   ledger_.enter_phase(Phase::Other);
   order_check_.end_forward();
   forward_order_.end_forward();
-  for (const auto& unit : units_) {
-    if (unit->gather.is_speculative()) {  // prefetched, and did not run
-      gatherer_.reshard(*unit);
-    }
-  }
+  drop_prefetched();
   gatherer_.end_keeping();
   if (!with_gradient && passes_.is_between()) {
     end_evaluation();
@@ -85,6 +92,16 @@ void Pipeline::end_forward(bool with_gradient) try {
   gatherer_.join_capture();
 } catch (const Error& error) {
   fail(error);
+}
+
+// Reshards the units that were prefetched and did not run.
+void Pipeline::drop_prefetched() {
+  for (const auto& unit : units_) {
+    if (unit->gather.is_speculative()) {
+      gatherer_.reshard(*unit);
+    }
+  }
+  is_ahead_ = false;
 }
 
 // See Note [after an evaluation].
@@ -171,9 +188,13 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
   if (!targets.empty()) {
     return;
   }
-  const Bucket* last = unit.bucket;
-  int buckets_ahead = 0;
-  while (buckets_ahead < options_.prefetch_depth) {
+  prefetch_buckets(unit.bucket, options_.prefetch_depth, next_unit);
+}
+
+// The next buckets behind `last`.
+template <typename NextUnit>
+void Pipeline::prefetch_buckets(const Bucket* last, int count, NextUnit next_unit) {
+  for (int issued = 0; issued < count;) {
     const int number = next_unit();
     if (number == ForwardOrder::kNoUnit) {
       return;
@@ -186,8 +207,29 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
       return;  // the next ones wait behind it, so that gathers keep their order
     }
     last = target.bucket;
-    buckets_ahead += 1;
+    issued += 1;
   }
+}
+
+// See Note [gathers ahead of forward].
+void Pipeline::prefetch_next_forward() try {
+  FSDP_CHECK(passes_.is_between(), "prefetch_next_forward was called while ",
+             passes_.in_forward() ? "forward" : "backward",
+             " runs. Call it after the optimizer's step.");
+  if (device_.is_capturing() || gatherer_.has_been_captured()) {
+    return;
+  }
+  shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
+  drop_prefetched();  // by an earlier call
+  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
+  gatherer_.begin_iteration();
+  is_ahead_ = true;
+  forward_order_.rewind();
+  prefetch_buckets(nullptr, options_.prefetch_depth + 1, [this, ahead = std::size_t{0}]() mutable {
+    return forward_order_.upcoming(ahead++);
+  });
+} catch (const Error& error) {
+  fail(error);
 }
 
 // A unit that this pass has left out would keep the bucket's slot. So the slot is released if none
@@ -210,6 +252,7 @@ void Pipeline::reshard_behind(Unit& unit) {
 // - Backward
 
 void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
+  is_ahead_ = false;  // the iteration goes on, and the next forward begins another one
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());
@@ -478,6 +521,7 @@ bool Pipeline::reset(After what) try {
     }
   }
   passes_.state_ = Passes::State::Idle;
+  is_ahead_ = false;
   is_second_backward_ = false;
   ledger_.leave_iteration();
   ledger_.enter_phase(Phase::Other);

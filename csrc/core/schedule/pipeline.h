@@ -16,6 +16,12 @@
 // Gathers and reductions carry a unit's whole bucket (core/units/bucket.h). Calls for the bucket's
 // other units find the gather issued already, and the last complete unit reduces for all of them.
 //
+// Note [gathers ahead of forward]
+// After the optimizer's step the user may have the first gathers of the next forward issued
+// (prefetch_next_forward), so that they travel while the loader works. They begin the iteration
+// that begin_forward goes on with. It reshards units whose shards have changed meanwhile, as far as
+// versions tell, and forward gathers these again.
+//
 // Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
 // never at the same time.
 #pragma once
@@ -91,6 +97,11 @@ class Pipeline {
   bool reset(After what = After::Anything);
   const std::shared_ptr<Passes>& passes() const { return shared_passes_; }
 
+  // Between passes: issues the gathers of as many buckets as forward does when it enters its first
+  // unit. Does nothing before the first forward, or once a CUDA graph has captured a step, because
+  // replays use the slots, too.
+  void prefetch_next_forward();
+
   // - unshard() and reshard(), called by the user.
   // Issues the gather. `expected`: backward may come through the output of this call, although the
   // output has no hook.
@@ -130,6 +141,10 @@ class Pipeline {
   void prefetch_backward(const Unit& unit);
   template <typename NextUnit>
   void prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit);
+  template <typename NextUnit>
+  void prefetch_buckets(const Bucket* last, int count, NextUnit next_unit);
+  void begin_iteration();
+  void drop_prefetched();
   void reshard_behind(Unit& unit);
   void take_steps(std::size_t count);
   void take(const BackwardStep& step);
@@ -162,6 +177,8 @@ class Pipeline {
   BackwardExchange exchange_;
   IterationIndex pass_;               // the span of forward or backward
   bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
+  bool is_ahead_ = false;             // Note [gathers ahead of forward]
+  bool shards_have_changed_ = false;  // since the last forward began
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
   bool backward_accumulates_ = true;

@@ -27,7 +27,7 @@ BucketSet::BucketSet(Lanes& lanes, const PipelineOptions& options,
 
 void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
                        BackwardExchange& exchange) {
-  if ((!partition_is_stale_ && memory_is_planned()) || is_ring_in_use()) {
+  if (!is_stale() || is_ring_in_use()) {
     return;
   }
   if (partition_is_stale_) {

@@ -37,6 +37,8 @@ class BucketSet {
   // The ranks compare the next partition even if they have compared one before.
   void invalidate_comparison() { compared_ = Compared::Nothing; }
 
+  // Whether the next update has something to do.
+  bool is_stale() const { return partition_is_stale_ || !memory_is_planned(); }
   // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
   // unsharded it), memory is planned in a later call. If a bucket has accumulated gradients on any
   // rank, a later call forms the new buckets.

@@ -224,6 +224,7 @@ void register_root(py::module_& m) {
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
       .def("unshard", as_owner(&TorchRoot::unshard))
+      .def("prefetch_next_forward", as_owner(&TorchRoot::prefetch_next_forward))
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)

@@ -83,6 +83,19 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    def prefetch_next_forward(self) -> None:
+        """Issue the first gathers of the model's next forward, so that they travel until then.
+
+        Call it after ``optimizer.step()``, on all ranks. Before the first forward, and once a CUDA
+        graph has captured a step, it does nothing. Units whose parameters change before the
+        forward, on all ranks, are gathered again: by an optimizer's step, ``load_state_dict`` or a
+        write in place. Writes through ``.data`` or by ``torch._foreach_`` functions are not
+        noticed: make them before this call, or call ``reshard()`` on their units.
+        """
+        root = self._fsdp_ext_unit.root
+        if root is not None:
+            root.prefetch_next_forward()
+
     def reset_iter_state(self) -> None:
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 

@@ -427,6 +427,10 @@ class Root(UnitTree):
         """
         self.impl.abandon_forward(self.number(unit))
 
+    def prefetch_next_forward(self) -> None:
+        """Issue the first gathers of the next forward."""
+        self.impl.prefetch_next_forward()
+
     # - unshard() and reshard(), called by the user
 
     def reshard(self, unit: Unit) -> None:

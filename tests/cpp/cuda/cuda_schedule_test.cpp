@@ -69,6 +69,26 @@ TEST_P(CudaSchedule, ResultsDoNotDependOnHowLateAStreamIs) {
   }
 }
 
+// See Note [gathers ahead of forward] in core/schedule/pipeline.h.
+TEST_P(CudaSchedule, GathersAheadOfForwardReadWhatTheyShould) {
+  const Setting setting = GetParam();
+  for (const std::string late : {"gather", "compute"}) {
+    on_ranks(setting, [&](Rank& rank, int r) {
+      Stream& stream =
+          late == "gather" ? rank.lanes->gather.stream() : rank.lanes->device->compute_stream();
+      for (int step = 0; step < 4; ++step) {
+        rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
+        rank.lanes->device->delay(stream, std::chrono::milliseconds(15));
+        rank.optimizer_step();
+        rank.pipeline->prefetch_next_forward();
+        if (step == 2) {
+          rank.optimizer_step();
+        }
+      }
+    });
+  }
+}
+
 TEST_P(CudaSchedule, ShardsThatChangeBetweenForwardAndBackwardAreReadAsTheyAre) {
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {
@@ -699,12 +719,14 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
     for (int step = 0; step < 3; ++step) {
       rank.step(2.0F, 2.0F);
     }
-    synchronize(compute_stream);
+    rank.pipeline->prefetch_next_forward();  // the graph gathers by itself
+    synchronize_all(rank);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
     EXPECT_GT(graph.size(), 5 * 3U);
     for (int replay = 0; replay < 3; ++replay) {
+      rank.pipeline->prefetch_next_forward();  // does nothing: replays use the slots
       graph.replay();
     }
     rank.step(4.0F, 4.0F);  // events recorded in the capture do not block it
