@@ -14,7 +14,7 @@ from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.loading import read
 from fsdp_ext.checkpoint.ranks import TIMEOUT, Ranks
 from fsdp_ext.checkpoint.saving import write
-from fsdp_ext.checkpoint.snapshot import Snapshot
+from fsdp_ext.checkpoint.snapshot import Snapshot, collect
 from fsdp_ext.checkpoint.state_dicts import Optimizers, as_optimizers
 
 
@@ -66,7 +66,7 @@ def save(
         background.finish()
     snapshot: Snapshot | Exception
     try:
-        snapshot = Snapshot.take(model, as_optimizers(optimizer), extra, ranks)
+        snapshot = Snapshot.of(collect(model, as_optimizers(optimizer), extra), ranks)
     except Exception as error:
         snapshot = error
     return write(snapshot, directory, ranks, keep)
@@ -117,9 +117,8 @@ def async_save(
     staged: background.Staged | None = None
     failure: Exception | None = None
     try:
-        staged = background.Staged(
-            model, Snapshot.take(model, optimizers, extra, ranks), optimizers
-        )
+        contents = collect(model, optimizers, extra)
+        staged = background.Staged(model, contents, optimizers, ranks)
     except Exception as error:
         failure = error
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.snapshot import Copy, Snapshot
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 
 _NICENESS = 10  # of the thread, so that it takes no core from the ones that train
 
@@ -35,9 +36,11 @@ class Saving:
         self._staged = staged
         self._future: Future[Path] = Future()
         self.is_reported = False  # whether the caller has been told how it ended
+        self._may_run = threading.Event()
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="fsdp_ext checkpoint")
         self._thread.start()
+        self._may_run.set()
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -79,6 +82,7 @@ class Saving:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._may_run.wait()  # so that start(), which waits for the thread, gets the GIL back soon
         try:
             assert self._write is not None
             self._future.set_result(self._write())
@@ -90,7 +94,7 @@ class Saving:
 
 _running: list[Saving] = []  # the last save, until its end has been reported
 # The memory of the copies. It stays allocated as long as the model exists.
-_memory: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+_memory: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
@@ -124,62 +128,75 @@ class Staged:
 
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So the call copies the rest, such
-    as buffers, and these are copied later: on the host by a thread, on a GPU by a stream of its
-    own. A hook before the optimizer's step waits for them. Optimizers that step in backward, and
-    wrappers such as accelerate's, have no such hook, so the call copies everything. Versions show
-    whether anything else wrote to a tensor meanwhile: they are compared before the step, or once
-    everything is copied.
+    as buffers, and a thread copies these later: on a GPU by a stream of its own. A hook before the
+    optimizer's step waits for them. Optimizers that step in backward, and wrappers such as
+    accelerate's, have no such hook, so the call copies everything. Versions show whether anything
+    else wrote to a tensor meanwhile: they are compared before the step, or once everything is
+    copied.
 
     Args:
         model: the model.
-        snapshot: what is saved.
+        contents: what is saved.
         optimizers: those that step it.
+        ranks: the ranks that save.
     """
 
     def __init__(
-        self, model: nn.Module, snapshot: Snapshot, optimizers: Sequence[Optimizer]
+        self,
+        model: nn.Module,
+        contents: Mapping[str, Content],
+        optimizers: Sequence[Optimizer],
+        ranks: Ranks,
     ) -> None:
-        self._snapshot, copies = snapshot.staged(_staging(model, snapshot))
+        self._ranks = ranks
+        self._memory = _memory.setdefault(model, {})
         defers = all(map(_can_wait, optimizers))
-        self._deferred = [copy for copy in copies if copy.is_stepped and defers]
-        self._versions = [copy.owner._version for copy in self._deferred]
+        self._deferred, others = {}, {}
+        for kind, content in contents.items():
+            names = content.stepped if defers else ()
+            self._deferred[kind], others[kind] = content.split(names)
+        self._versions = [
+            (name, tensor, tensor._version)
+            for content in self._deferred.values()
+            for name, tensor in content.tensors.items()
+        ]
         self._changed: list[str] | None = None  # tensors that something else wrote to
         self._lock = threading.Lock()
+        self._issued = threading.Event()  # the deferred copies, to the stream
         self._copied = threading.Event()
-        self._events: list[torch.cuda.Event] = []  # behind the copies from a GPU
-        if snapshot.is_on_gpu:
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                _make(self._deferred)
-            self._events.append(stream.record_event())
-        _make([copy for copy in copies if not (copy.is_stepped and defers)])
-        if snapshot.is_on_gpu:
-            self._events.append(torch.cuda.current_stream().record_event())
+        self._stream: torch.cuda.Stream | None = None  # None on the host
+        if any(t.is_cuda for content in contents.values() for t in content.tensors.values()):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._copied_now = self._copy("others", others)
+        self._events = [] if self._stream is None else [torch.cuda.current_stream().record_event()]
         waiting = optimizers if defers else ()
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in waiting]
 
     def finish(self) -> Snapshot | Exception:
         """Make the copies that are left, wait for all, and return them, or why they are wrong."""
         try:
-            if self._events:
-                for event in self._events:
-                    event.synchronize()
-            else:
-                _make(self._deferred)
+            with torch.cuda.stream(self._stream):  # None changes nothing
+                copied = self._copied_now | self._copy("deferred", self._deferred)
+            if self._stream is not None:
+                self._events.append(self._stream.record_event())
+            self._issued.set()
+            for event in self._events:
+                event.synchronize()
             changed = self._compare_versions()
             if changed:
                 return RuntimeError(
                     f"'{changed[0]}' was written to while async_save copied it, and not by the "
                     "optimizer's step. Call the handle's wait_for_copies() before such writes."
                 )
-            return self._snapshot
+            return copied
         except Exception as error:
             return error
         finally:
             with self._lock:
-                self._deferred, self._versions = [], []
-            del self._snapshot  # the caller keeps it
+                self._versions = []
+            del self._copied_now, self._deferred  # the caller keeps the copies
+            self._issued.set()
             self._copied.set()
 
     def wait(self) -> None:
@@ -192,43 +209,38 @@ class Staged:
             hook.remove()
 
     def _before_step(self, *_: object) -> None:
-        if self._copied.is_set():
-            return
-        if self._events:
-            torch.cuda.current_stream().wait_event(self._events[0])
-            self._compare_versions()
-        else:
+        if self._stream is None:
             self._copied.wait()
+            return
+        self._issued.wait()
+        torch.cuda.current_stream().wait_event(self._events[-1])
+        self._compare_versions()
 
     def _compare_versions(self) -> list[str]:
         """Return the tensors that had been written to when this was called first."""
         with self._lock:
             if self._changed is None:
-                pairs = zip(self._deferred, self._versions, strict=True)
-                self._changed = [copy.name for copy, old in pairs if copy.owner._version != old]
+                self._changed = [
+                    name for name, tensor, old in self._versions if tensor._version != old
+                ]
             return self._changed
+
+    def _copy(self, what: str, contents: Mapping[str, Content]) -> Snapshot:
+        """Copy to memory of the host, which later calls use again."""
+        snapshot = Snapshot.of(contents, self._ranks)
+        memory = self._memory.pop(what, None)
+        if memory is None or len(memory) < snapshot.nbytes:
+            del memory  # before the new memory, so that both never exist together
+            pinned = self._stream is not None
+            memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory[what] = memory
+        return snapshot.copied(memory)
 
 
 def _can_wait(optimizer: Optimizer) -> bool:
     """Return whether a hook before an optimizer's step runs before anything is stepped."""
     has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
     return has_hooks and not vars(optimizer).get("_attached")
-
-
-def _make(copies: Sequence[Copy]) -> None:
-    for copy in copies:
-        copy.target.copy_(copy.source, non_blocking=True)
-
-
-def _staging(model: nn.Module, snapshot: Snapshot) -> torch.Tensor:
-    """Return memory of the host, which later calls use again."""
-    memory = _memory.pop(model, None)
-    if memory is None or len(memory) < snapshot.nbytes:
-        del memory  # before the new memory, so that both never exist together
-        pinned = snapshot.is_on_gpu
-        memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, pin_memory=pinned)
-    _memory[model] = memory
-    return memory
 
 
 @functools.cache  # once in a process

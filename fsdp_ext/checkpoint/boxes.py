@@ -22,7 +22,6 @@ class Box(NamedTuple):
 
     Attributes:
         tensor: the rank's elements.
-        owner: the whole tensor; a DTensor if ranks share it.
         whole: the shape of the whole tensor.
         offset: where the rank's elements begin in the whole tensor.
         copies: how many ranks have the same elements.
@@ -31,7 +30,6 @@ class Box(NamedTuple):
     """
 
     tensor: torch.Tensor
-    owner: torch.Tensor
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     copies: int
@@ -64,7 +62,7 @@ def box_of(
     """
     if not isinstance(tensor, DTensor):
         plain, whole = _plain(name, tensor), tuple(tensor.shape)
-        return Box(plain, tensor, whole, (0,) * len(whole), world_size, rank, False)
+        return Box(plain, whole, (0,) * len(whole), world_size, rank, False)
     local = _plain(name, tensor._local_tensor.detach())
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
@@ -90,7 +88,7 @@ def box_of(
         if math.prod(whole) or any(coordinate):
             return None
         offset = (0,) * len(whole)
-    return Box(local, tensor, whole, tuple(offset), copies, copy, True)
+    return Box(local, whole, tuple(offset), copies, copy, True)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,41 +24,68 @@ _ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
 
 
 @dataclass(frozen=True)
+class Content:
+    """What all ranks write into one kind of file.
+
+    Attributes:
+        tensors: the tensors, by name.
+        tree: everything else, as JSON.
+        stepped: the names of the tensors that nothing but an optimizer's step changes.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    tree: Any
+    stepped: frozenset[str] = frozenset()
+
+    def split(self, names: Container[str]) -> tuple[Content, Content]:
+        """Return the content with the tensors of some names, and with the other ones."""
+        chosen = {name: t for name, t in self.tensors.items() if name in names}
+        others = {name: t for name, t in self.tensors.items() if name not in names}
+        return dataclasses.replace(self, tensors=chosen), dataclasses.replace(self, tensors=others)
+
+
+def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> dict[str, Content]:
+    """Collect what is saved, by the kind of file: "weights", "optimizer", "extra".
+
+    Tensors share memory with the model's.
+
+    Raises:
+        TypeError: if something cannot be saved.
+        ValueError: if an optimizer is not the model's.
+    """
+    state = optimizer_state(model, optimizers)
+    everything = weights_of(model)
+    tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
+    aliases = {name: first for name, first in aliases_of(model).items() if name in tensors}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    other = {name: value for name, value in everything.items() if name not in tensors}
+    tree = {name: encode(value, name, weights) for name, value in other.items()}
+    trained = frozenset(name for group in state["groups"] for name in group["names"])
+    contents = {"weights": Content(weights, {"aliases": aliases, "other": tree}, trained)}
+    if optimizers:
+        states, options, tree = encoded_optimizer(state)
+        contents["optimizer"] = Content(states | options, tree, frozenset(states))
+    if extra is not None:
+        contents["extra"] = _content_of_extra(extra)
+    return contents
+
+
+@dataclass(frozen=True)
 class Kind:
     """What a rank writes into one file.
 
     Attributes:
         boxes: the tensors, by name.
         tree: everything else, as JSON.
-        stepped: the names of the tensors that nothing but an optimizer's step changes.
     """
 
     boxes: dict[str, Box]
     tree: Any
-    stepped: frozenset[str] = frozenset()
-
-
-class Copy(NamedTuple):
-    """A copy that is to be made.
-
-    Attributes:
-        name: the tensor.
-        target: where it is copied to.
-        source: the rank's elements.
-        owner: the tensor that they are of, whose version counts writes.
-        is_stepped: whether nothing but an optimizer's step changes it.
-    """
-
-    name: str
-    target: torch.Tensor
-    source: torch.Tensor
-    owner: torch.Tensor
-    is_stepped: bool
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank saves, by the kind of file: "weights", "optimizer", "extra".
+    """What a rank saves, by the kind of file, as in :func:`collect`.
 
     Attributes:
         kinds: the files' contents.
@@ -71,40 +98,27 @@ class Snapshot:
     mesh: dict[str, int]
 
     @classmethod
-    def take(
-        cls, model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, ranks: Ranks
-    ) -> Snapshot:
-        """Collect what a rank saves. Tensors share memory with the model's.
+    def of(cls, contents: Mapping[str, Content], ranks: Ranks) -> Snapshot:
+        """Return what this rank saves. Tensors share memory with those in ``contents``.
 
         Raises:
-            TypeError: if something cannot be saved.
-            ValueError: if an optimizer is not the model's.
+            TypeError: if a tensor cannot be saved.
         """
-        state = optimizer_state(model, optimizers)
-        everything = weights_of(model)
-        tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
-        aliases = {name: first for name, first in aliases_of(model).items() if name in tensors}
-        weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        other = {name: value for name, value in everything.items() if name not in tensors}
-        tree = {name: encode(value, name, weights) for name, value in other.items()}
-        trained = frozenset(name for group in state["groups"] for name in group["names"])
+        kinds, elements = {}, 0
+        for name, content in contents.items():
+            rank, size = (0, 1) if name == "extra" else (ranks.rank, ranks.size)
+            kinds[name] = Kind(own_boxes(content.tensors, rank, size), content.tree)
+            if name != "extra":
+                elements += sum(tensor.numel() for tensor in content.tensors.values())
+        return cls(kinds, elements, _mesh_of(contents["weights"].tensors))
+
+    def __or__(self, other: Snapshot) -> Snapshot:
+        """Return a snapshot with the tensors of both, of the same kinds of files."""
         kinds = {
-            "weights": Kind(
-                own_boxes(weights, ranks.rank, ranks.size),
-                {"aliases": aliases, "other": tree},
-                trained,
-            )
+            name: Kind(kind.boxes | other.kinds[name].boxes, kind.tree)
+            for name, kind in self.kinds.items()
         }
-        elements = sum(tensor.numel() for tensor in weights.values())
-        if optimizers:
-            states, options, tree = encoded_optimizer(state)
-            stepped = frozenset(states)
-            states |= options
-            kinds["optimizer"] = Kind(own_boxes(states, ranks.rank, ranks.size), tree, stepped)
-            elements += sum(tensor.numel() for tensor in states.values())
-        if extra is not None:
-            kinds["extra"] = _extra_kind(extra)
-        return cls(kinds, elements, _mesh_of(tensors))
+        return Snapshot(kinds, self.elements + other.elements, self.mesh or other.mesh)
 
     @property
     def digest_of_names(self) -> str:
@@ -132,10 +146,13 @@ class Snapshot:
                 checksums[name] = checksum(memory_of(host))
         return checksums
 
-    def staged(self, memory: torch.Tensor) -> tuple[Snapshot, list[Copy]]:
-        """Return a snapshot of copies in ``memory``, and the copies that are still to be made."""
+    def copied(self, memory: torch.Tensor) -> Snapshot:
+        """Copy the tensors into ``memory``, and return a snapshot of the copies.
+
+        Copies from a GPU are only issued: the current stream makes them.
+        """
         position = 0
-        kinds, copies = {}, []
+        kinds = {}
         views: dict[torch.dtype, torch.Tensor] = {}
         for name, kind in self.kinds.items():
             boxes = {}
@@ -145,21 +162,15 @@ class Snapshot:
                     views[source.dtype] = memory.view(source.dtype)
                 begin = position // source.itemsize
                 copy = views[source.dtype][begin : begin + source.numel()].view(source.shape)
-                copies.append(Copy(key, copy, source, box.owner, key in kind.stepped))
-                boxes[key] = box._replace(tensor=copy, owner=copy)
+                copy.copy_(source, non_blocking=True)
+                boxes[key] = box._replace(tensor=copy)
                 position += round_up(source.nbytes, _ALIGNMENT)
-            kinds[name] = dataclasses.replace(kind, boxes=boxes)
-        return dataclasses.replace(self, kinds=kinds), copies
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether some of it is on a GPU."""
-        boxes = (box for kind in self.kinds.values() for box in kind.boxes.values())
-        return any(box.tensor.is_cuda for box in boxes)
+            kinds[name] = Kind(boxes, kind.tree)
+        return dataclasses.replace(self, kinds=kinds)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that :meth:`staged` needs."""
+        """The bytes that :meth:`copied` needs."""
         return sum(
             round_up(box.tensor.nbytes, _ALIGNMENT)
             for kind in self.kinds.values()
@@ -184,7 +195,7 @@ def encoded_optimizer(
     return tensors, of_options, {"state": states, "groups": groups}
 
 
-def _extra_kind(extra: Any) -> Kind:
+def _content_of_extra(extra: Any) -> Content:
     tensors: dict[str, torch.Tensor] = {}
     tree = encode(extra, "extra", tensors)
     for name, tensor in tensors.items():
@@ -193,7 +204,7 @@ def _extra_kind(extra: Any) -> Kind:
                 f"{name} is a DTensor. extra holds what each rank has of its own: pass its "
                 "to_local() or full_tensor()."
             )
-    return Kind(own_boxes(tensors, 0, 1), tree)
+    return Content(tensors, tree)
 
 
 def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

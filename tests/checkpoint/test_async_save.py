@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_ext
 from fsdp_ext import checkpoint, optim
 from fsdp_ext.checkpoint import background, disk
+from fsdp_ext.checkpoint.snapshot import Snapshot
 
 
 class Stopped:
@@ -122,17 +123,18 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
 
 
 def _step_while_copies_wait(place: Path, attached: bool) -> None:
-    make = background._make
+    copied = Snapshot.copied
     go_on = threading.Event()
     order: list[str] = []
 
-    def make_late(copies: Any) -> None:
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
         in_call = threading.current_thread() is threading.main_thread()
         assert in_call or go_on.wait(60)
-        make(copies)
+        copy = copied(snapshot, memory)
         order.extend([] if in_call else ["copied"])
+        return copy
 
-    background._make = make_late
+    Snapshot.copied = copied_late
     model = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     optimizer = optim.AdamW(model.parameters(), lr=1.0)
     if attached:
