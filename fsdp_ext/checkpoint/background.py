@@ -129,8 +129,8 @@ class Staged:
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So the call copies the rest, such
     as buffers, and a thread copies these later: on a GPU by a stream of its own. A hook before the
-    optimizer's step waits for them. Optimizers that step in backward, and wrappers such as
-    accelerate's, have no such hook, so the call copies everything. Versions show whether anything
+    optimizer's step, or before it steps the first unit in backward, waits for them. Wrappers such
+    as accelerate's have no such hook, so the call copies everything. Versions show whether anything
     else wrote to a tensor meanwhile: they are compared before the step, or once everything is
     copied.
 
@@ -170,8 +170,15 @@ class Staged:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._copied_now = self._copy("others", others)
         self._events = [] if self._stream is None else [torch.cuda.current_stream().record_event()]
-        waiting = optimizers if defers else ()
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in waiting]
+        self._hooks = [
+            register(self._before_step)
+            for optimizer in (optimizers if defers else ())
+            for register in (
+                optimizer.register_step_pre_hook,
+                getattr(optimizer, "register_update_pre_hook", None),  # of an attached one
+            )
+            if register is not None
+        ]
 
     def finish(self) -> Snapshot | Exception:
         """Make the copies that are left, wait for all, and return them, or why they are wrong."""
@@ -239,8 +246,7 @@ class Staged:
 
 def _can_wait(optimizer: Optimizer) -> bool:
     """Return whether a hook before an optimizer's step runs before anything is stepped."""
-    has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
-    return has_hooks and not vars(optimizer).get("_attached")
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 @functools.cache  # once in a process

@@ -15,7 +15,7 @@ next.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
@@ -117,7 +118,16 @@ class FlatStep(Optimizer):
         """Let only ``step()`` step parameters from now on, after :meth:`attach`."""
         change([*vars(self).pop("_attached", ())], update=None)
 
+    def register_update_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
+        """Call ``hook`` before each unit that is stepped in backward, after :meth:`attach`."""
+        hooks = vars(self).setdefault("_update_pre_hooks", OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
     def _step_in_backward(self, part: _Part) -> None:
+        for hook in list(vars(self).get("_update_pre_hooks", {}).values()):
+            hook()
         before = part.groups
         part.params += [[]] * (len(self.param_groups) - len(part.params))
         self._step(part)

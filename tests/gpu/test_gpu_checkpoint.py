@@ -17,6 +17,9 @@ from fsdp_ext import checkpoint, fully_shard, optim
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
 
+ATTACHED = "an attached AdamW"
+
+
 def made(seed: int, offload: bool, kind: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(3)]
@@ -25,7 +28,9 @@ def made(seed: int, offload: bool, kind: Any) -> tuple[Any, torch.optim.Optimize
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer = (optim.AdamW if kind == ATTACHED else kind)(model.parameters(), lr=0.1)
+    if kind == ATTACHED:
+        optimizer.attach(model)
     step(model, optimizer)
     return model, optimizer
 
@@ -73,6 +78,7 @@ def _saves_and_loads(place: Path, offload: bool, kind: Any) -> None:
     ("offload", "kind"),
     [
         (False, optim.AdamW),
+        (False, ATTACHED),
         (False, torch.optim.AdamW),
         (False, torch.optim.SGD),
         (True, torch.optim.AdamW),
