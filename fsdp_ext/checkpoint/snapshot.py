@@ -56,7 +56,8 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
     state = optimizer_state(model, optimizers)
     everything = weights_of(model)
     tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
-    aliases = {name: first for name, first in aliases_of(model).items() if name in tensors}
+    tied = aliases_of(model).items()
+    aliases = {name: first for name, first in tied if {name, first} <= tensors.keys()}
     weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     other = {name: value for name, value in everything.items() if name not in tensors}
     tree = {name: encode(value, name, weights) for name, value in other.items()}

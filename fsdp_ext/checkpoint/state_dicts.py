@@ -32,11 +32,22 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load what :func:`weights_of` returned, with other values."""
+    """Load what :func:`weights_of` returned, with other values.
+
+    Raises:
+        ValueError: if the model's own ``load_state_dict`` ignores an entry.
+    """
+    keys: Any
     if is_wrapped(model):
-        set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+        keys = set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     else:
-        model.load_state_dict(weights, strict=False)
+        keys = model.load_state_dict(weights, strict=False)
+    ignored = getattr(keys, "unexpected_keys", None)  # a method of a user's may return nothing
+    if ignored:
+        raise ValueError(
+            f"the model's state_dict() returns '{ignored[0]}', which its load_state_dict() does "
+            "not know. Override both, so that one loads what the other returns."
+        )
 
 
 # - Optimizers
@@ -132,11 +143,15 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
 def parameters_of(
     model: nn.Module, optimizers: Sequence[Optimizer], weights: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return the model's weights that optimizers step, by name."""
+    """Return the model's weights that optimizers step, by name.
+
+    A state dict that the model overrides may lack them, or have them under other names.
+    """
+    known = {name: tensor for tensor, name in names_of(model).items()} | weights
     params: dict[str, torch.Tensor] = {}
     for optimizer in optimizers:
         _, names = _state_and_names(model, optimizer)
-        params |= {name: weights[name] for of_group in names for name in of_group}
+        params |= {name: known[name] for of_group in names for name in of_group}
     return params
 
 

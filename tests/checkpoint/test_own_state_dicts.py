@@ -1,0 +1,95 @@
+"""Models that override ``state_dict`` are saved as it returns them, and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import unchanged
+from support.launcher import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import checkpoint, fully_shard
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+class WithoutOneName(Tied):
+    """Its state dict lacks the first name of a tied weight."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if name != "first.weight"}
+
+
+class OfOtherNames(Tied):
+    """Its state dict has names of its own, and it loads these."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {f"model.{name}": value for name, value in state.items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        own = {name.removeprefix("model."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, strict, assign)
+
+
+class NotLoadable(OfOtherNames):
+    """It cannot load what its state dict returns."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return nn.Module.load_state_dict(self, state_dict, strict, assign)
+
+
+def trained(kind: type[Tied], seed: int, way: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = way(kind())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values(made: tuple[nn.Module, torch.optim.Optimizer]) -> list[Tensor]:
+    """Return the whole weights and states."""
+    model, optimizer = made
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    tensors = [*model.parameters(), *states]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+
+
+def _come_back(place: Path) -> None:
+    for kind in (WithoutOneName, OfOtherNames):
+        for way in (fully_shard, unchanged):
+            saved = trained(kind, 0, way)
+            checkpoint.save(place, *saved)
+            for other_way in (fully_shard, unchanged):
+                other = trained(kind, 1, other_way)
+                checkpoint.load(place, *other)
+                for got, expected in zip(values(other), values(saved), strict=True):
+                    assert torch.equal(got, expected)
+
+
+def test_weights_and_states_come_back_under_names_that_parameters_do_not_have(
+    tmp_path: Path,
+) -> None:
+    run_ranks(_come_back, 2, tmp_path)
+
+
+def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, *trained(NotLoadable, 0, unchanged))
+    with pytest.raises(ValueError, match=r"returns 'model\.first\.weight', which its .* Override"):
+        checkpoint.load(tmp_path, *trained(NotLoadable, 1, unchanged))
