@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _calls = itertools.count()
@@ -20,12 +22,19 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write ``data`` as :func:`write_text` writes text."""
-    try:
+    with naming(path):
         write_whole(path, data)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add the path to the system's error, and what to do."""
+    try:
+        yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{path} cannot be written ({error.strerror}). Choose another place, or make room.",
+            f"{path} cannot be written ({error.strerror}). Make room, or choose another place.",
         ) from error
 
 

@@ -35,6 +35,8 @@ def gathered(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of this rank's files, in their order. All ranks iterate.
 
+    The caller casts them to ``dtype``, since an error here would leave other ranks waiting.
+
     Rank r writes the files r, r + size, and so on. All ranks write at the same time: a step gathers
     the next few tensors of one file of each rank. While a rank writes the tensors of one step, the
     next step is in flight.
@@ -183,6 +185,4 @@ class _Step:
         whole = self._whole.pop(target.name, target.weight.local)
         if sharded_dims(tensor) and shared(tensor) is None:
             whole = full_tensor(target.weight, self._dtype)
-        if target.writer != self._me:
-            return whole
-        return whole.to(target.weight.dtype_as(self._dtype))
+        return whole

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.files import write_text
+from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.gathering import gathered
@@ -102,8 +102,8 @@ def write_files(
     Args:
         directory: where to.
         parts: the tensors' dtypes and shapes, by name.
-        tensors: returns the tensors of this rank's files in the same order. Its argument lists
-            the parts of each file.
+        tensors: returns the tensors of this rank's files in the same order, which are cast to the
+            dtypes of the parts. Its argument lists the parts of each file.
         max_shard_size: as in :func:`export`.
         ranks: the ranks that write. Rank r writes the files r, r + size, and so on.
         write_more: writes what else belongs there, on rank 0.
@@ -124,7 +124,8 @@ def write_files(
         _publish(directory, parts, files, own, ranks, write_more)
     except BaseException:
         for name in own:
-            (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what failed is what the caller has to know
+                (directory / (name + _PARTIAL)).unlink(missing_ok=True)
         raise
 
 
@@ -213,13 +214,16 @@ class _Export:
         """Write the next tensor of this rank's files."""
         if self._error is not None:
             return
+        file = self._file_of[name]
+        path = self._directory / (file + _PARTIAL)
         try:
-            if self._writer is None:
-                self._writer = self._open(self._file_of[name])
-            self._writer.add(name, tensor)
-            if name in self._last:
-                self._writer.finish()
-                self.close()
+            with naming(path):
+                if self._writer is None:
+                    self._writer = Writer(path, self._files[file], metadata={"format": "pt"})
+                self._writer.add(name, tensor.to(self._files[file][name].dtype))
+                if name in self._last:
+                    self._writer.finish()
+                    self.close()
         except Exception as error:
             self._error = error
 
@@ -227,10 +231,6 @@ class _Export:
         """Raise the error that writing has met, if there was one."""
         if self._error is not None:
             raise self._error
-
-    def _open(self, file: str) -> Writer:
-        path = self._directory / (file + _PARTIAL)
-        return Writer(path, self._files[file], metadata={"format": "pt"})
 
     def close(self) -> None:
         """Close the file that is being written."""
@@ -287,11 +287,13 @@ def _write_config(model: nn.Module, directory: Path, parts: Layout) -> None:
         attribute = "dtype" if hasattr(config, "dtype") else "torch_dtype"
         setattr(config, attribute, str(floating).removeprefix("torch."))
     partial = directory / f"config{_PARTIAL}"
-    config.save_pretrained(partial)
-    for path in partial.iterdir():
-        disk.rename(path, directory / path.name)
-    disk.before_change()
-    partial.rmdir()
+    try:
+        config.save_pretrained(partial)
+        for path in partial.iterdir():
+            disk.rename(path, directory / path.name)
+        disk.before_change()
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove(directory: Path, *patterns: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_ext import _build_info
+from fsdp_ext._util.files import naming
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.boxes import without_others
@@ -122,16 +123,11 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, same_names: bool) 
     for name, kind in snapshot.kinds.items():
         boxes = without_others(kind.boxes) if same_names and name != "extra" else kind.boxes
         path = folder / f"{name}-{rank:05}.safetensors"
-        try:
-            with Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree) as writer:
-                for key, box in boxes.items():
-                    writer.add(key, box.tensor)
-                files[name] = (path.name, *writer.finish())
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{path} cannot be written ({error.strerror}). Make room, or choose another place.",
-            ) from error
+        parts = {key: box.part for key, box in boxes.items()}
+        with naming(path), Writer(path, parts, kind.tree) as writer:
+            for key, box in boxes.items():
+                writer.add(key, box.tensor)
+            files[name] = (path.name, *writer.finish())
         if name != "extra":
             elements += sum(box.tensor.numel() for box in boxes.values())
     return {"files": files, "elements": elements}

@@ -77,15 +77,24 @@ def _by_name(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     units = weights_by_unit(model, caller)
     call_roll([weight for unit in units for weight in unit], caller)
-    whole = _whole(units, dtype, device)
+    whole = _whole(units, dtype)
     try:
-        for weight, tensor in whole:
+        for weight, gathered in whole:
+            # Outside of the generator, which could not go on after an error.
+            tensor = _placed(gathered, device or weight.local.device, weight.dtype_as(dtype))
+            del gathered
             for name in weight.names:
                 yield name, tensor if shard is None else _part(tensor, shard(name, tensor.shape))
             del tensor  # before the next unit's gather needs memory
     finally:
         for _ in whole:  # other ranks may go on, and their gathers need this one
             pass
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _placed(gathered: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return gathered.to(device, dtype)
 
 
 @torch.inference_mode(False)
@@ -101,14 +110,14 @@ def check_dtype(dtype: torch.dtype | None, caller: str) -> None:
 
 
 def _whole(
-    units: list[list[Weight]], dtype: torch.dtype | None, device: torch.device | None
+    units: list[list[Weight]], dtype: torch.dtype | None
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
     ahead: _Flight | None = None
     for unit in [*units, []]:
         flight, ahead = ahead, _Flight(unit, dtype)
         if flight is not None:
             for weight in flight.weights:
-                yield weight, flight.land(weight, device)
+                yield weight, flight.land(weight)
 
 
 # - One unit
@@ -143,17 +152,14 @@ class _Flight:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def land(self, weight: Weight, device: torch.device | None) -> torch.Tensor:
+    def land(self, weight: Weight) -> torch.Tensor:
         """Wait for a weight, and return it whole. Its memory is the caller's then."""
-        sharded, local = weight.tensor, weight.local
         arriving = self._arriving.pop(weight.names[0], None)
         if arriving is not None:
-            whole = arriving.wait()
-        elif sharded_dims(sharded):
-            whole = full_tensor(weight, self._dtype)
-        else:
-            whole = local
-        return whole.to(local.device if device is None else device, weight.dtype_as(self._dtype))
+            return arriving.wait()
+        if sharded_dims(weight.tensor):
+            return full_tensor(weight, self._dtype)
+        return weight.local
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_ext.checkpoint import export, stream_weights
+from fsdp_ext.checkpoint import export, stream, stream_weights
 
 
 def _has_the_state_dict(ways: dict[str, tuple[type[Subject], Way]]) -> None:
@@ -188,6 +189,31 @@ def _stops_early() -> None:
 
 def test_a_rank_that_stops_early_leaves_the_others_their_weights() -> None:
     run_ranks(_stops_early, 2)
+
+
+def _cannot_place_one() -> None:
+    """Let one rank have no memory for a tensor on the device that it asks for."""
+    model, expected = made(Stack, sharded)
+    calls = itertools.count()
+    placed = stream._placed
+
+    def failing(*args: Any) -> Tensor:
+        if dist.get_rank() == 1 and next(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return placed(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stream, "_placed", failing)
+        if dist.get_rank() == 1:
+            with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+                dict(stream_weights(model))
+        else:
+            assert_equal(dict(stream_weights(model)), expected)
+    assert_equal(dict(stream_weights(model)), expected)
+
+
+def test_a_rank_that_fails_leaves_the_others_their_weights() -> None:
+    run_ranks(_cannot_place_one, 3, timeout=60)
 
 
 # - Errors

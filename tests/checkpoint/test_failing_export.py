@@ -1,0 +1,78 @@
+"""A rank that cannot write goes on in the gathers of an export. Then all ranks raise."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from support.checkpoints import assert_equal, made, sharded
+from support.launcher import run_ranks
+from support.models import Stack
+
+from fsdp_ext.checkpoint import export, gathering, hugging_face
+from fsdp_ext.checkpoint.ranks import OtherRanksError
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+NO_PERMISSION = PermissionError(errno.EACCES, "Permission denied")
+NO_MEMORY = torch.OutOfMemoryError("no memory")
+# What fails, its error, and what the message says.
+FAULTS: dict[str, tuple[tuple[Any, str], Exception, str]] = {
+    "a full disk": (
+        (os, "pwritev"),
+        NO_SPACE,
+        r"partial cannot be written \(No space left on device\)\. Make room",
+    ),
+    "no permission": (
+        (hugging_face, "Writer"),
+        NO_PERMISSION,
+        r"partial cannot be written \(Permission denied\)\. Make room",
+    ),
+    "no memory for a cast": ((hugging_face.Writer, "add"), NO_MEMORY, "no memory"),
+}
+
+
+def failing_at(number: int, function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    """Return a function whose calls fail from a certain one on."""
+    calls = itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= number:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _fails_on(failing: int, directory: Path) -> None:
+    model, expected = made(Stack, sharded)
+    export(model, directory, max_shard_size="1MB")  # an older one, which has to stay
+    for (owner, name), error, message in FAULTS.values():
+        for number in (0, 1):
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(gathering, "_STEP", 300)  # so there are gathers after the fault
+                if dist.get_rank() == failing:
+                    function = failing_at(number, getattr(owner, name), error)
+                    patched.setattr(owner, name, function)
+                is_own = dist.get_rank() == failing
+                kind = type(error) if is_own else OtherRanksError
+                of_peer = f"rank {failing} failed: {type(error).__name__}: .*"
+                with pytest.raises(kind, match=message if is_own else of_peer + message):
+                    export(model, directory, max_shard_size=500)
+            dist.barrier()
+            assert [path.name for path in directory.iterdir()] == ["model.safetensors"]
+            stored = safetensors.torch.load_file(directory / "model.safetensors")
+            assert_equal(stored, expected)
+            dist.barrier()
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_all_ranks_raise_and_nothing_is_left(failing: int, tmp_path: Path) -> None:
+    run_ranks(_fails_on, 3, failing, tmp_path, timeout=60)
