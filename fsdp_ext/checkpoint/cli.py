@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_ext._util.tables import size
+from fsdp_ext.checkpoint import dcp, offline
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint import offline
 
 COMMANDS = {
     "inspect": "show what a checkpoint has",
@@ -71,10 +71,10 @@ def _inspect(args: argparse.Namespace) -> str:
 
 def _convert(args: argparse.Namespace) -> str:
     if (args.source / ".metadata").exists():
-        return str(offline.from_dcp(args.source, args.target))
+        return str(dcp.from_dcp(args.source, args.target))
     if args.target.exists() and any(args.target.iterdir()):
         raise FileExistsError(f"{args.target} is not empty. Choose a new directory.")
-    offline.to_dcp(directories.locate(args.source), args.target)
+    dcp.to_dcp(directories.locate(args.source), args.target)
     return str(args.target)
 
 

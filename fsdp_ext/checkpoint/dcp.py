@@ -1,0 +1,165 @@
+"""Convert checkpoints from and to those of torch.distributed.checkpoint, without a model."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
+
+from fsdp_ext.checkpoint.offline import Tensors, Unread, new_tensor, stored, write_checkpoint
+from fsdp_ext.checkpoint.reading import Checkpoint, decoded
+from fsdp_ext.checkpoint.snapshot import encoded_optimizer
+from fsdp_ext.checkpoint.state_dicts import named_group
+from fsdp_ext.checkpoint.trees import encode
+
+
+def from_dcp(source: Path, directory: Path) -> Path:
+    """Make a checkpoint of one of torch.distributed.checkpoint, one tensor after the other.
+
+    Of what was passed to ``dcp.save``, a dict with "state" and "param_groups" is the optimizer's, a
+    dict of tensors is the model's, and the rest is ``extra``. A flat dict of tensors is a model's.
+
+    Args:
+        source: its directory. Parts of it are pickled, so it has to be trusted.
+        directory: the directory of the job's checkpoints.
+
+    Returns:
+        the new checkpoint.
+
+    Raises:
+        ValueError: if it has no weights, or those of several models or optimizers.
+    """
+    saved = _saved_in(source)
+    if all(isinstance(value, torch.Tensor) for value in saved.values()):
+        saved = {"model": saved}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, value in saved.items():
+        names[_kind_of(value)].append(name)
+    for kind in ("weights", "optimizer"):
+        if len(names[kind]) > 1 or (kind == "weights" and not names[kind]):
+            raise ValueError(
+                f"{source} has {names[kind] or list(saved)}, and one dict of {kind} is needed. "
+                "Load it with dcp.load, and call save."
+            )
+    kinds: dict[str, tuple[Tensors, Any]] = {}
+    kinds["weights"] = saved[names["weights"][0]], {"aliases": {}, "other": {}}
+    if names["optimizer"]:
+        state = saved[names["optimizer"][0]]
+        groups = [named_group(group, group["params"]) for group in state["param_groups"]]
+        tensors, options, tree = encoded_optimizer({"state": state["state"], "groups": groups})
+        kinds["optimizer"] = tensors | options, tree
+    if names["extra"]:
+        tensors = {}
+        tree = encode({name: saved[name] for name in names["extra"]}, "extra", tensors)
+        kinds["extra"] = tensors, tree
+    return write_checkpoint(directory, kinds)
+
+
+def _saved_in(source: Path) -> dict[str, Any]:
+    """Return what was passed to ``dcp.save``, with tensors that are still to be read."""
+    reader = FileSystemReader(source)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(values, metadata, is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        return values
+
+    def unread(name: str, shape: Sequence[int], dtype: torch.dtype) -> Unread:
+        return Unread.of(shape, dtype, lambda: read({name: new_tensor(shape, dtype)})[name])
+
+    kinds = metadata.state_dict_metadata
+    others = read({n: None for n, kind in kinds.items() if isinstance(kind, BytesStorageMetadata)})
+    saved: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if isinstance(kind, TensorStorageMetadata):
+            value: Any = unread(name, kind.size, kind.properties.dtype)
+        else:
+            value = others[name]
+        set_element(saved, (metadata.planner_data or {}).get(name, (name,)), value)
+    return saved
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, dict):
+        if value.keys() >= {"state", "param_groups"}:
+            return "optimizer"
+        if value and all(isinstance(item, torch.Tensor) for item in value.values()):
+            return "weights"
+    return "extra"
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads each tensor when it is written.
+
+    The writer keeps all tensors of a file until it has written the file. So all have the same
+    memory, and each is written before the next one is read.
+    """
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        sizes = (value.nbytes for value in self.state_dict.values() if isinstance(value, Unread))
+        self._memory = bytearray(max(sizes, default=0))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = super().lookup_object(index)
+        if not isinstance(value, Unread) or not value.nbytes:
+            return tree_map_only(Unread, lambda inner: inner.read(), value)
+        memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=value.nbytes)
+        return memory.view(value.dtype).view(value.shape).copy_(value.read())
+
+
+def to_dcp(source: Path, target: Path) -> None:
+    """Write a checkpoint as ``dcp.save({"model": ..., "optimizer": ...})`` would.
+
+    Tensors are read and written one after the other. An error leaves no ``target``.
+    """
+    checkpoint = Checkpoint(source)
+    saved: dict[str, Any] = {}
+    weights: dict[str, Any] = {**stored(checkpoint.parts("weights"))}
+    weights |= {alias: weights[name] for alias, name in checkpoint.aliases().items()}
+    for name, other in checkpoint.other().items():
+        weights[name] = decoded(other, weights.__getitem__, source)
+    saved["model"] = weights
+    if "optimizer" in checkpoint.files:
+        tensor_of = stored(checkpoint.parts("optimizer")).__getitem__
+        saved["optimizer"] = {
+            "state": {
+                name: decoded(state, tensor_of, source)
+                for name, state in checkpoint.states().items()
+            },
+            "param_groups": [
+                {**decoded(group["options"], tensor_of, source), "params": group["names"]}
+                for group in checkpoint.groups()
+            ],
+        }
+    extra = checkpoint.extra_of(0)
+    if extra is not None:
+        saved["extra"] = extra
+    # A writer that copies ahead would need several tensors at once.
+    writer = FileSystemWriter(target, per_thread_copy_ahead=0)
+    try:
+        save(saved, storage_writer=writer, planner=_ReadingPlanner(), no_dist=True)
+    except CheckpointException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        [(cause, _)] = error.failures.values()
+        raise cause from error

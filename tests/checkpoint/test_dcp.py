@@ -1,0 +1,98 @@
+"""Conversions from and to torch.distributed.checkpoint keep few tensors in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import cli
+from fsdp_ext.checkpoint.tensor_files import TensorFile
+
+CONVERT = """
+import sys
+from pathlib import Path
+from fsdp_ext.checkpoint import cli
+
+def memory(name):
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if name in x]
+    return int(line.split()[1]) * 1024
+
+before = memory("VmHWM")
+assert cli.run("convert", sys.argv[1:]) == 0
+print(memory("VmHWM") - before)
+"""
+
+
+def peak(source: Path, target: Path) -> int:
+    """Convert in a process of its own, and return by how many bytes its memory has grown."""
+    command = [sys.executable, "-c", CONVERT, str(source), str(target)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def test_a_conversion_needs_the_memory_of_few_tensors(tmp_path: Path) -> None:
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(40)]  # 4 MiB each
+    model = nn.Sequential(*layers)
+    path = checkpoint.save(tmp_path / "saved", model)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    assert peak(path, tmp_path / "dcp") < nbytes / 2
+    assert peak(tmp_path / "dcp", tmp_path / "back") < nbytes / 2
+    other = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(40)])
+    checkpoint.load(tmp_path / "back", other)
+    for got, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, expected)
+
+
+class Stateful(nn.Linear):
+    """It has tensors where DCP looks for none."""
+
+    def get_extra_state(self) -> Any:
+        return {"pair": (torch.ones(3), 2), "array": np.arange(4)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_tensors_inside_of_other_values_are_converted(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "saved", Stateful(2, 2), extra={"pair": (torch.ones(2), 3)})
+    assert cli.run("convert", [str(path), str(tmp_path / "dcp")]) == 0
+    converted: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(tmp_path / "dcp")
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(converted, storage_reader=reader, planner=planner, no_dist=True)
+    pair, array = (converted["model"]["_extra_state"][key] for key in ("pair", "array"))
+    assert torch.equal(pair[0], torch.ones(3))
+    assert pair[1] == 2
+    assert np.array_equal(array, np.arange(4))
+    assert torch.equal(converted["extra"]["pair"][0], torch.ones(2))
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"model": {"weight": torch.ones(3), "bias": torch.ones(3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for data in (tmp_path / "dcp").glob("*.distcp"):
+        data.unlink()
+    assert cli.run("convert", [str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 1
+    assert ".distcp" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == [".lock"]
+    path = checkpoint.save(tmp_path / "ours", nn.Linear(2, 2))
+    part = TensorFile(path / "weights-00000.safetensors").parts["weight"]
+    with (path / "weights-00000.safetensors").open("r+b") as file:
+        file.seek(part.begin)
+        file.write(b"\x55")
+    assert cli.run("convert", [str(path), str(tmp_path / "new")]) == 1
+    assert "has damaged data in tensor 'weight'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
