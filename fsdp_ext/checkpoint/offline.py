@@ -30,10 +30,9 @@ def describe(path: Path, list_tensors: bool) -> str:
     """Describe a checkpoint as text."""
     checkpoint = Checkpoint(path)
     content = checkpoint.content
-    mesh = ", ".join(f"{name} {length}" for name, length in content["mesh"].items()) or "none"
     lines = [
-        f"{path}: {content['world_size']} ranks (mesh: {mesh}), fsdp_ext {content['fsdp_ext']}, "
-        f"torch {content['torch']}"
+        f"{path}: {content['world_size']} ranks ({_mesh(content['mesh'])}), "
+        f"fsdp_ext {content['fsdp_ext']}, torch {content['torch']}"
     ]
     for kind, files in checkpoint.files.items():
         nbytes = sum(part.nbytes for file in files for part in file.parts.values())
@@ -44,6 +43,12 @@ def describe(path: Path, list_tensors: bool) -> str:
                 dtype = str(parts[0][1].dtype).removeprefix("torch.")
                 lines.append(f"  {name}  {dtype}{list(shape_of(parts))}  in {len(parts)} parts")
     return "\n".join(lines)
+
+
+def _mesh(shape: dict[str, int]) -> str:
+    """Describe a mesh. Dimensions without names have their numbers as names."""
+    dims = [str(n) if name.isdecimal() else f"{name}={n}" for name, n in shape.items()]
+    return f"mesh of {' x '.join(dims)}" if dims else "no mesh"
 
 
 def verify(path: Path) -> int:

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import checkpoint
@@ -76,10 +77,27 @@ def assert_loaded(place: Path, model: nn.Module, optimizer: torch.optim.Optimize
 def test_inspect_shows_and_verifies(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(place / "ours"), "--tensors", "--verify"]) == 0
     out = capsys.readouterr().out
-    assert "checkpoint-000001: 2 ranks (mesh: 0 2), fsdp_ext" in out
+    assert "checkpoint-000001: 2 ranks (mesh of 2), fsdp_ext" in out
     assert "weights: 7 tensors" in out
     assert "  embed.weight  float32[7, 4]  in 2 parts" in out
     assert "are as they were written" in out
+
+
+def _save_on_mesh(place: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    model = fsdp_ext.fully_shard(nn.Linear(4, 2), mesh=mesh)
+    checkpoint.save(place / "named", model)
+    checkpoint.save(place / "whole", nn.Linear(4, 2))
+
+
+def test_inspect_names_the_dimensions_of_a_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_save_on_mesh, 2, tmp_path)
+    assert main(["inspect", str(tmp_path / "named")]) == 0
+    assert "2 ranks (mesh of replicas=1 x shards=2), fsdp_ext" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "whole")]) == 0
+    assert "2 ranks (no mesh), fsdp_ext" in capsys.readouterr().out
 
 
 def test_inspect_names_damage(
