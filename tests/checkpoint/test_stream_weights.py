@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_ext.checkpoint import export, stream, stream_weights
+from fsdp_ext.comm.rendezvous import waiting
 
 
 def _has_the_state_dict(ways: dict[str, tuple[type[Subject], Way]]) -> None:
@@ -144,32 +145,41 @@ class Gathers(TorchDispatchMode):
             self._arrived += [(StorageWeakRef(one), one.nbytes()) for one in storages]
         return result
 
-    def held(self) -> int:
-        """Return how many bytes of what was gathered are still in memory."""
-        return sum(nbytes for storage, nbytes in self._arrived if not storage.expired())
+    def held(self, limit: int) -> int:
+        """Return how many bytes of what was gathered are still in memory.
+
+        Gloo's threads may let go of a tensor some time after its gather has ended. So this waits
+        until there are no more bytes than the limit, but not for ever.
+        """
+        for waited in waiting():
+            held = sum(nbytes for storage, nbytes in self._arrived if not storage.expired())
+            if held <= limit or waited > 2:
+                return held
+        raise AssertionError("waiting() has no end")
 
 
-def _is_a_unit_ahead(dtype: torch.dtype | None) -> tuple[list[int], list[int]]:
+def _is_a_unit_ahead(dtype: torch.dtype | None) -> list[int]:
     model, expected = made(Stack, sharded)
+    with Gathers() as gathers:
+        dict(stream_weights(model, dtype))
+    unit = 2 * max(gathers.sent)
     issued, held = [], []
     with Gathers() as gathers:
         for name, tensor in stream_weights(model, dtype):
             if name in ("stem.weight", *(f"blocks.{i}.norm.weight" for i in range(3))):
                 issued.append(len(gathers.sent))
-            held.append(gathers.held())
+            held.append(gathers.held(2 * unit))
             assert tensor.dtype == (dtype or expected[name].dtype)
             del tensor
     assert issued == [2, 3, 4, 4]
-    unit = 2 * max(gathers.sent)
     assert unit < max(held) <= 2 * unit
-    return gathers.sent, held
+    return gathers.sent
 
 
 def test_each_unit_has_one_gather_which_is_in_flight_while_the_unit_before_is_used() -> None:
-    [(sent, held), _] = run_ranks(_is_a_unit_ahead, 2, None)
-    [(sent_in_bf16, held_in_bf16), _] = run_ranks(_is_a_unit_ahead, 2, torch.bfloat16)
+    [sent, _] = run_ranks(_is_a_unit_ahead, 2, None)
+    [sent_in_bf16, _] = run_ranks(_is_a_unit_ahead, 2, torch.bfloat16)
     assert sent_in_bf16 == [nbytes // 2 for nbytes in sent]
-    assert held_in_bf16 == [nbytes // 2 for nbytes in held]
 
 
 # - A rank that stops
