@@ -5,7 +5,10 @@
 // lanes join the capture when they wait for an event of it. CUDA refuses to wait inside a capture
 // for work outside of it, and the other way round. So such waits are left out. They are not needed:
 // the user synchronises the device before a capture, and an iteration begins on a lane with a wait
-// for the compute stream, on which the graph runs.
+// for the compute stream, on which the graph runs. A replay waits for the compute stream alone. So
+// after a capture, each pass ends with a wait of the compute stream for the lanes. Otherwise ranks
+// could run the replay's collectives and the last ones of a step, such as the exchange at the end
+// of backward, in different orders.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

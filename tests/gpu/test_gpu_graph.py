@@ -30,10 +30,14 @@ class _Training:
         self.tokens = tokens.cuda()
 
     def step(self) -> Tensor:
+        loss = self.forward_and_backward()
+        self.optimizer.step()
+        return loss
+
+    def forward_and_backward(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model.loss(self.model(self.tokens))
         loss.backward()
-        self.optimizer.step()
         return loss.detach()
 
     def shards(self) -> list[Tensor]:
@@ -75,6 +79,27 @@ def _captured_step(precision: dict[str, Any], **options: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_captured_step_trains_as_an_eager_one(world_size: int) -> None:
     run_ranks(_captured_steps, world_size, timeout=100.0, device="cuda")
+
+
+def _replays_right_after_steps() -> None:
+    training = _Training({})
+    for _ in range(WARMUP):
+        expected = training.forward_and_backward().item()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = training.forward_and_backward()
+    for _ in range(4 * STEPS):
+        loss = training.forward_and_backward()
+        graph.replay()
+        assert replayed.item() == expected
+        assert loss.item() == expected
+
+
+# Ranks would run collectives of a replay and those at the end of a step in different orders.
+@pytest.mark.timeout(120)
+def test_a_replay_comes_after_all_work_of_the_step_before_it() -> None:
+    run_ranks(_replays_right_after_steps, 2, timeout=100.0, device="cuda")
 
 
 def _changed_after_a_capture() -> None:

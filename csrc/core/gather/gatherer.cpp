@@ -58,12 +58,13 @@ bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units)
   return has_changed;
 }
 
-// A captured graph must end in the stream that its capture began on.
+// A captured graph must end in the stream that its capture began on. Later passes end there, too,
+// since a replay may follow them: Note [graph capture] in device/cuda_stream.cpp.
 void Gatherer::join_capture() {
-  if (!device_.is_capturing()) {
+  has_been_captured_ = has_been_captured_ || device_.is_capturing();
+  if (!has_been_captured_) {
     return;
   }
-  has_been_captured_ = true;
   Stream& last = streams_.after(streams_.is_any_in_pieces());
   streams_.order_after(last, streams_.messages(), kGatherStream);
   streams_.order_after(device_.compute_stream(), last, kGatherStream);

@@ -55,7 +55,7 @@ class Gatherer {
   bool reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units);
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
-  // In a CUDA graph capture, makes the compute stream wait for all gathers.
+  // In a CUDA graph capture and after it, makes the compute stream wait for all work of the lane.
   void join_capture();
   // Whether a CUDA graph has captured a step, whose buffers must stay.
   bool has_been_captured() const { return has_been_captured_; }

@@ -408,7 +408,7 @@ void Pipeline::end_backward() try {
   gatherer_.invalidate_group_shards();  // another backward may follow an optimizer's step
   exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
   reducer_.end_updates(units_);
-  if (options_.is_last_backward || device_.is_capturing()) {
+  if (options_.is_last_backward || device_.is_capturing() || gatherer_.has_been_captured()) {
     reducer_.wait(buckets());
   }
   if (!gatherer_.keeps_inputs()) {

@@ -737,12 +737,32 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   });
 }
 
+// A replay waits for nothing else. The exchange at the end of backward is a collective of the lane
+// that the step itself does not wait for.
+TEST(CudaGraphs, AStepAfterACaptureEndsOnTheComputeStream) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    for (auto& unit : rank.units) {
+      unit->keep_gradients();
+    }
+    for (int step = 0; step < 3; ++step) {
+      rank.step(2.0F, 2.0F);
+    }
+    synchronize_all(rank);
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    end_capture(compute_stream);
+    rank.step(4.0F, 4.0F);
+    EXPECT_EQ(rank.lanes->device->compute_stream().behind().collectives[0],
+              rank.lanes->gather.stream().behind().collectives[0]);
+  });
+}
+
 // The graph would not repeat the gathers that were issued before the capture.
 TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
     rank.step(1.0F, 1.0F);
     const std::vector<CallId> calls = rank.forward();
-    synchronize(compute_stream);
+    synchronize_all(rank);
     begin_capture(compute_stream);
     try {
       rank.backward(calls, 1.0F);
@@ -769,7 +789,7 @@ TEST(CudaGraphs, ACapturedStepKeepsItsBuffers) {
     for (int step = 0; step < 3; ++step) {
       rank.step(2.0F, 2.0F);
     }
-    synchronize(compute_stream);
+    synchronize_all(rank);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
