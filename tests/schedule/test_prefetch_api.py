@@ -371,3 +371,24 @@ def _class_and_parameters(with_mesh: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, *exhaustive(3)])
 def test_sharding_changes_classes_and_parameters_in_place(world_size: int, with_mesh: bool) -> None:
     run_ranks(_class_and_parameters, world_size, with_mesh)
+
+
+def _unsharded_before_the_first_forward() -> None:
+    system = load_system(SYSTEM)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = model[0].weight.detach().clone()
+    inputs = torch.ones(2, 4)
+    expected = model(inputs).detach()
+    for layer in model:
+        system.fully_shard(layer)
+    system.fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model[2].set_modules_to_backward_prefetch([model[1]])
+    model[0].unshard()
+    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(model(inputs), expected)
+
+
+# The unit is prepared alone, without the units that it prefetches.
+def test_a_unit_with_a_prefetch_list_can_be_unsharded_before_the_first_forward() -> None:
+    run_ranks(_unsharded_before_the_first_forward, 2)

@@ -19,6 +19,7 @@ from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding.params import module_changes, unreduced
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
+from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.pending import PendingGradients
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.params.sharded_param import Entry
@@ -304,6 +305,14 @@ class Root(UnitTree):
             number = self.number(unit)
             self.impl.apply(number, self.core_settings(number, self.impl.reduce_dtype_of(number)))
 
+    def _prefetched(self, targets: Sequence[ParamGroup]) -> list[int]:
+        """Return numbers. A provisional root leaves out units of the rest of the model."""
+        return [
+            self.number(target)
+            for target in targets
+            if not self.is_provisional or target in self.units
+        ]
+
     def core_settings(self, number: int, reduce_dtype: torch.dtype) -> _C.UnitSettings:
         """Return all C++ settings of one unit."""
         settings = super().core_settings(number, reduce_dtype)
@@ -317,8 +326,8 @@ class Root(UnitTree):
         )
         settings.reduces_unused = asked.reduce_scatter_unused_params
         settings.is_summoned = unit.is_summoned
-        settings.forward_prefetch = [self.number(target) for target in unit.forward_prefetch]
-        settings.backward_prefetch = [self.number(target) for target in unit.backward_prefetch]
+        settings.forward_prefetch = self._prefetched(unit.forward_prefetch)
+        settings.backward_prefetch = self._prefetched(unit.backward_prefetch)
         if asked.update is not None:
             settings.update = unit.core_update()
         if asked.has_hook:
