@@ -100,6 +100,7 @@ TEST(Pipeline, FirstGathersOfForwardAreIssuedAheadAndAgainForChangedShards) {
       rank.pipeline->prefetch_next_forward();
       rank.pipeline->prefetch_next_forward();  // gathers them again
       if (changes) {
+        rank.lanes.gather.synchronize();  // the gathers read the shards
         rank.units[0]->change_shard();
         rank.units[1]->change_shard();
       }

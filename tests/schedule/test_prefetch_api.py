@@ -169,6 +169,12 @@ def gather_ahead(run: Run) -> None:
         run.model.prefetch_next_forward()
 
 
+def finish_gathers(run: Run) -> None:
+    """Wait for gathers in flight, which read the shards, before these are written."""
+    if next(run.model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+
+
 def gather_ahead_of_each_forward(run: Run, step: int) -> tuple[Tensor, ...]:
     gather_ahead(run)
     with torch.no_grad():
@@ -179,6 +185,7 @@ def gather_ahead_of_each_forward(run: Run, step: int) -> tuple[Tensor, ...]:
     gather_ahead(run)  # of the backward that comes, which uses what it can
     run.backward(loss)
     gather_ahead(run)  # too early
+    finish_gathers(run)
     run.optimizer.step()
     gather_ahead(run)
     return evaluated, loss
@@ -197,6 +204,7 @@ def change_what_was_gathered_ahead(run: Run, step: int) -> tuple[Tensor, ...]:
         lambda: [param.data.mul_(0.75) for param in params],
     ]
     gather_ahead(run)
+    finish_gathers(run)
     with torch.no_grad():
         changes[step % len(changes)]()
     if run.sharded:

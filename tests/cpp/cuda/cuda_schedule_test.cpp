@@ -82,6 +82,7 @@ TEST_P(CudaSchedule, GathersAheadOfForwardReadWhatTheyShould) {
         rank.optimizer_step();
         rank.pipeline->prefetch_next_forward();
         if (step == 2) {
+          synchronize_all(rank);  // the gathers read the shards
           rank.optimizer_step();
         }
       }
