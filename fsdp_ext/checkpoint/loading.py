@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import state_dicts
@@ -18,7 +17,7 @@ from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
 from fsdp_ext.checkpoint.weights import aliases_of
-from fsdp_ext.optim.state_entries import over
+from fsdp_ext.optim.state_entries import local_of, over
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ def _plan_tensor(
     """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
     box = box_of(name, like, 0, 1, reader.known)
-    shape = tuple(like.to_local().shape) if isinstance(like, DTensor) else tuple(like.shape)
-    read = torch.empty(shape, dtype=dtype)
+    read = torch.empty(local_of(like).shape, dtype=dtype)
     if box is not None and read.numel():
         reader.add(name, parts[name], box.offset, read)
 
