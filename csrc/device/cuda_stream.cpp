@@ -5,10 +5,12 @@
 // lanes join the capture when they wait for an event of it. CUDA refuses to wait inside a capture
 // for work outside of it, and the other way round. So such waits are left out. They are not needed:
 // the user synchronises the device before a capture, and an iteration begins on a lane with a wait
-// for the compute stream, on which the graph runs. A replay waits for the compute stream alone. So
-// after a capture, each pass ends with a wait of the compute stream for the lanes. Otherwise ranks
-// could run the replay's collectives and the last ones of a step, such as the exchange at the end
-// of backward, in different orders.
+// for the compute stream, on which the graph runs.
+//
+// A replay waits for the compute stream alone. So after a capture, the compute stream waits for the
+// gathers' lane and for the reductions at the end of each pass. Otherwise the last collectives of a
+// step, such as the exchange at the end of backward, could run before the replay's collectives on
+// one rank and after them on another.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

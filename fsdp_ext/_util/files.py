@@ -28,7 +28,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the path to the system's error, and what to do."""
+    """Add the path and what to do to an OSError of the block."""
     try:
         yield
     except OSError as error:

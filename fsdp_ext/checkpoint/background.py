@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 
-_NICENESS = 10  # of the thread, so that it takes no core from the ones that train
+_NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
 
 class Saving:
@@ -28,7 +28,7 @@ class Saving:
 
     Args:
         write: writes it.
-        staged: the copies that it writes; None if there are none.
+        staged: makes the copies that are written; None if an error prevents them.
     """
 
     def __init__(self, write: Callable[[], Path], staged: Staged | None) -> None:
@@ -82,7 +82,7 @@ class Saving:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._may_run.wait()  # so that start(), which waits for the thread, gets the GIL back soon
+        self._may_run.wait()  # so that Thread.start(), which waits for this, gets the GIL back
         try:
             assert self._write is not None
             self._future.set_result(self._write())
@@ -127,17 +127,17 @@ class Staged:
     """Copies on the host of what is saved.
 
     Note [copies before the next step]
-    Only the optimizer's step changes its parameters and states. So the call copies the rest, such
-    as buffers, and a thread copies these later: on a GPU by a stream of its own. A hook before the
-    optimizer's step, or before it steps the first unit in backward, waits for them. Wrappers such
-    as accelerate's have no such hook, so the call copies everything. Versions show whether anything
-    else wrote to a tensor meanwhile: they are compared before the step, or once everything is
-    copied.
+    Only the optimizer's step changes its parameters and states. So a thread copies these after the
+    call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
+    waits for the thread's copies before the optimizer's step, or before an attached optimizer steps
+    its first unit in backward. Wrappers such as accelerate's have no such hook. For them, the call
+    copies everything. Versions show whether anything else wrote to a tensor meanwhile. They are
+    compared before the step, or once everything is copied.
 
     Args:
         model: the model.
         contents: what is saved.
-        optimizers: those that step it.
+        optimizers: the optimizers that step the model.
         ranks: the ranks that save.
     """
 
@@ -162,7 +162,7 @@ class Staged:
         ]
         self._changed: list[str] | None = None  # tensors that something else wrote to
         self._lock = threading.Lock()
-        self._issued = threading.Event()  # the deferred copies, to the stream
+        self._issued = threading.Event()  # set when the deferred copies are in the stream
         self._copied = threading.Event()
         self._stream: torch.cuda.Stream | None = None  # None on the host
         if any(t.is_cuda for content in contents.values() for t in content.tensors.values()):
@@ -181,7 +181,7 @@ class Staged:
         ]
 
     def finish(self) -> Snapshot | Exception:
-        """Make the copies that are left, wait for all, and return them, or why they are wrong."""
+        """Make the deferred copies, wait for all copies, and return them or an error."""
         try:
             with torch.cuda.stream(self._stream):  # None changes nothing
                 copied = self._copied_now | self._copy("deferred", self._deferred)
@@ -211,7 +211,7 @@ class Staged:
         self._copied.wait()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks. Not the thread does it, since the optimizer may iterate over them."""
+        """Remove the hooks. The thread must not, since the optimizer may iterate over them."""
         for hook in self._hooks:
             hook.remove()
 
@@ -233,7 +233,7 @@ class Staged:
             return self._changed
 
     def _copy(self, what: str, contents: Mapping[str, Content]) -> Snapshot:
-        """Copy to memory of the host, which later calls use again."""
+        """Copy to memory of the host, which later saves use again."""
         snapshot = Snapshot.of(contents, self._ranks)
         memory = self._memory.pop(what, None)
         if memory is None or len(memory) < snapshot.nbytes:

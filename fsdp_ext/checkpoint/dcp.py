@@ -29,13 +29,14 @@ from fsdp_ext.checkpoint.trees import encode
 
 
 def from_dcp(source: Path, directory: Path) -> Path:
-    """Make a checkpoint of one of torch.distributed.checkpoint, one tensor after the other.
+    """Convert a checkpoint of torch.distributed.checkpoint, one tensor after the other.
 
-    Of what was passed to ``dcp.save``, a dict with "state" and "param_groups" is the optimizer's, a
-    dict of tensors is the model's, and the rest is ``extra``. A flat dict of tensors is a model's.
+    In the dict that was passed to ``dcp.save``, an entry with "state" and "param_groups" is the
+    optimizer's, an entry that is a dict of tensors is the model's, and the others become ``extra``.
+    If all entries are tensors, the dict itself is the model's.
 
     Args:
-        source: its directory. Parts of it are pickled, so it has to be trusted.
+        source: its directory. Parts of it are unpickled, so it has to be trusted.
         directory: the directory of the job's checkpoints.
 
     Returns:
@@ -109,8 +110,8 @@ def _kind_of(value: Any) -> str:
 class _ReadingPlanner(DefaultSavePlanner):
     """Reads each tensor when it is written.
 
-    The writer keeps all tensors of a file until it has written the file. So all have the same
-    memory, and each is written before the next one is read.
+    The writer keeps references to all tensors of a file until it has written the file. So all of
+    them share one buffer. Each is written before the next one is read into it.
     """
 
     def set_up_planner(

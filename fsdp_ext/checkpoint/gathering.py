@@ -44,7 +44,8 @@ def gathered(
     Args:
         weights: the weights, by name.
         files: the names in each file.
-        dtype: the dtype of floating-point tensors; None for that of the sharded parameters.
+        dtype: the dtype that floating-point tensors are to have; None for that of the sharded
+            parameters. They are sent in it if it is smaller.
         ranks: the ranks that write.
         caller: the public function, for messages.
     """

@@ -102,8 +102,8 @@ def write_files(
     Args:
         directory: where to.
         parts: the tensors' dtypes and shapes, by name.
-        tensors: returns the tensors of this rank's files in the same order, which are cast to the
-            dtypes of the parts. Its argument lists the parts of each file.
+        tensors: returns the tensors of this rank's files in the same order. They may have other
+            dtypes than the parts, and are cast. Its argument lists the parts of each file.
         max_shard_size: as in :func:`export`.
         ranks: the ranks that write. Rank r writes the files r, r + size, and so on.
         write_more: writes what else belongs there, on rank 0.
@@ -124,7 +124,7 @@ def write_files(
         _publish(directory, parts, files, own, ranks, write_more)
     except BaseException:
         for name in own:
-            with contextlib.suppress(OSError):  # what failed is what the caller has to know
+            with contextlib.suppress(OSError):  # the caller has to see the first error
                 (directory / (name + _PARTIAL)).unlink(missing_ok=True)
         raise
 
@@ -211,7 +211,7 @@ class _Export:
         self._error: Exception | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor of this rank's files."""
+        """Cast and write the next tensor of this rank's files."""
         if self._error is not None:
             return
         file = self._file_of[name]

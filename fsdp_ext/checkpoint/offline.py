@@ -80,10 +80,10 @@ def _progress(items: Iterable[T], total: int, unit: str) -> Iterable[T]:
 
 
 class Unread(torch.Tensor):
-    """A tensor that is still in a file. It has its shape and dtype, on the meta device.
+    """A tensor that is still in a file: a tensor of its shape and dtype on the meta device.
 
     Attributes:
-        read: reads it.
+        read: reads the tensor.
     """
 
     read: Callable[[], torch.Tensor]
@@ -104,7 +104,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def stored(parts: Parts) -> dict[str, Unread]:
-    """Return the whole tensors of some files."""
+    """Return the whole tensors of some files, which are still to be read."""
     return {
         name: Unread.of(shape_of(of_tensor), of_tensor[0][1].dtype, partial(_read, name, of_tensor))
         for name, of_tensor in parts.items()
@@ -122,7 +122,7 @@ def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor, whose memory goes back to the system."""
+    """Return a new tensor. If it is large, its memory goes back to the system."""
     nbytes = math.prod(shape) * dtype.itemsize
     return new_memory(nbytes, torch.device("cpu")).view(dtype).view(shape)
 
@@ -177,7 +177,7 @@ def write_checkpoint(directory: Path, kinds: Mapping[str, tuple[Tensors, Any]]) 
                 path = folder / f"{kind}-00000.safetensors"
                 with Writer(path, _parts_of(tensors), tree) as writer:
                     for name, tensor in _one_by_one(tensors):
-                        with naming(path):  # not of the file that is read
+                        with naming(path):  # the error of a read names another file
                             writer.add(name, tensor)
                     with naming(path):
                         files[kind] = (path.name, *writer.finish())

@@ -38,7 +38,7 @@ class Content:
     stepped: frozenset[str] = frozenset()
 
     def split(self, names: Container[str]) -> tuple[Content, Content]:
-        """Return the content with the tensors of some names, and with the other ones."""
+        """Return two contents: the tensors of these names, and the other tensors."""
         chosen = {name: t for name, t in self.tensors.items() if name in names}
         others = {name: t for name, t in self.tensors.items() if name not in names}
         return dataclasses.replace(self, tensors=chosen), dataclasses.replace(self, tensors=others)
@@ -150,7 +150,7 @@ class Snapshot:
     def copied(self, memory: torch.Tensor) -> Snapshot:
         """Copy the tensors into ``memory``, and return a snapshot of the copies.
 
-        Copies from a GPU are only issued: the current stream makes them.
+        Copies from a GPU are only issued, to the current stream.
         """
         position = 0
         kinds = {}

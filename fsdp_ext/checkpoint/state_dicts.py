@@ -42,7 +42,7 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
         keys = set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     else:
         keys = model.load_state_dict(weights, strict=False)
-    ignored = getattr(keys, "unexpected_keys", None)  # a method of a user's may return nothing
+    ignored = getattr(keys, "unexpected_keys", None)  # a user's own method may return nothing
     if ignored:
         raise ValueError(
             f"the model's state_dict() returns '{ignored[0]}', which its load_state_dict() does "
@@ -145,7 +145,7 @@ def parameters_of(
 ) -> dict[str, torch.Tensor]:
     """Return the model's weights that optimizers step, by name.
 
-    A state dict that the model overrides may lack them, or have them under other names.
+    If the model overrides ``state_dict()``, ``weights`` may lack them or have other names.
     """
     known = {name: tensor for tensor, name in names_of(model).items()} | weights
     params: dict[str, torch.Tensor] = {}

@@ -80,7 +80,7 @@ def _by_name(
     whole = _whole(units, dtype)
     try:
         for weight, gathered in whole:
-            # Outside of the generator, which could not go on after an error.
+            # Not in the generator _whole, which could not go on after an error.
             tensor = _placed(gathered, device or weight.local.device, weight.dtype_as(dtype))
             del gathered
             for name in weight.names:

@@ -38,7 +38,8 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     local, dtype = weight.local, weight.dtype_as(dtype)
     if dtype.itemsize < local.dtype.itemsize:
         local = local.to(dtype)
-    # An offloaded shard is on the host, where its process group may have no backend.
+    # An offloaded shard is on the host, where its process group may have no backend. gloo cannot
+    # gather from a GPU.
     return local.to(gathering_device(mesh_of(weight.tensor)))
 
 

@@ -124,15 +124,15 @@ def zeros_for_shard(
 def gathering_device(mesh: DeviceMesh) -> str:
     """Return the kind of device whose tensors the process groups of a mesh can gather.
 
-    It is the mesh's, unless that is a GPU and a group serves the host alone. gloo takes tensors on
-    GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use, reads their
-    memory as the host's.
+    It is the mesh's, unless that is a GPU and one of the groups serves only the host. gloo accepts
+    tensors on GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use,
+    reads their memory as if it were the host's.
     """
     kind = mesh.device_type
     for group in mesh.get_all_groups():
         try:
             backend = group._get_backend(torch.device(kind))
-        except RuntimeError:  # it has none
+        except RuntimeError:  # the group has no backend for this kind
             return "cpu"
         if isinstance(backend, dist.ProcessGroupGloo):
             return "cpu"

@@ -119,7 +119,11 @@ class FlatStep(Optimizer):
         change([*vars(self).pop("_attached", ())], update=None)
 
     def register_update_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
-        """Call ``hook`` before each unit that is stepped in backward, after :meth:`attach`."""
+        """Call ``hook`` before backward steps a unit, after :meth:`attach`.
+
+        Returns:
+            a handle that removes the hook.
+        """
         hooks = vars(self).setdefault("_update_pre_hooks", OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook

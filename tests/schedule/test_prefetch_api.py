@@ -182,9 +182,9 @@ def gather_ahead_of_each_forward(run: Run, step: int) -> tuple[Tensor, ...]:
     gather_ahead(run)
     run.optimizer.zero_grad()
     loss = run.loss(step)
-    gather_ahead(run)  # of the backward that comes, which uses what it can
+    gather_ahead(run)  # between forward and backward
     run.backward(loss)
-    gather_ahead(run)  # too early
+    gather_ahead(run)  # before the step, so forward gathers again
     finish_gathers(run)
     run.optimizer.step()
     gather_ahead(run)

@@ -47,7 +47,7 @@ class Gatherer {
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
   void follow_compute() { streams_.follow_compute(); }
-  // The same, and parameters that were gathered earlier are out of date.
+  // Does the same, and marks parameters that were gathered earlier as out of date.
   void begin_iteration();
   // Reshards units that stayed unsharded although their shards have changed since. Returns whether
   // any shards have changed since the last call. Then the graphs of earlier forwards are out of
@@ -55,7 +55,7 @@ class Gatherer {
   bool reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units);
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
-  // In a CUDA graph capture and after it, makes the compute stream wait for all work of the lane.
+  // During a CUDA graph capture and ever after, makes the compute stream wait for the lane's work.
   void join_capture();
   // Whether a CUDA graph has captured a step, whose buffers must stay.
   bool has_been_captured() const { return has_been_captured_; }

@@ -59,7 +59,7 @@ class ForwardOrder {
   // All calls with a smaller id are forgotten.
   CallId first_call() const { return passes_.empty() ? next_call_ : passes_.front().first; }
 
-  // The next unit is the first one again, as when a forward begins.
+  // Makes the first recorded unit the next one, as when a forward begins.
   void rewind() { next_ = 0; }
   // The unit that is `ahead` places behind the next one in the recorded order, or kNoUnit.
   int upcoming(std::size_t ahead) const;

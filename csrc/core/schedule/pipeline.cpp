@@ -46,8 +46,9 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
+  // The update below may change buckets or memory, and a captured graph has to gather by itself.
   if (is_ahead_ && (bucket_set_.is_stale() || device_.is_capturing())) {
-    drop_prefetched();  // other buckets or memory may come, or a graph that has to gather by itself
+    drop_prefetched();
   }
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   if (with_gradient) {
@@ -64,7 +65,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
 
 void Pipeline::begin_iteration() {
   if (std::exchange(is_ahead_, false)) {
-    gatherer_.follow_compute();  // what was not gathered ahead may have changed since
+    gatherer_.follow_compute();  // shards that were not gathered ahead may have changed since
   } else {
     gatherer_.begin_iteration();
   }
@@ -191,7 +192,7 @@ void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextU
   prefetch_buckets(unit.bucket, options_.prefetch_depth, next_unit);
 }
 
-// The next buckets behind `last`.
+// Up to `count` buckets behind `last`.
 template <typename NextUnit>
 void Pipeline::prefetch_buckets(const Bucket* last, int count, NextUnit next_unit) {
   for (int issued = 0; issued < count;) {
@@ -220,7 +221,7 @@ void Pipeline::prefetch_next_forward() try {
     return;
   }
   shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
-  drop_prefetched();  // by an earlier call
+  drop_prefetched();  // the gathers of an earlier call
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   gatherer_.begin_iteration();
   is_ahead_ = true;
@@ -252,7 +253,7 @@ void Pipeline::reshard_behind(Unit& unit) {
 // - Backward
 
 void Pipeline::begin_backward(bool may_reshard, const BackwardGraph& graph) {
-  is_ahead_ = false;  // the iteration goes on, and the next forward begins another one
+  is_ahead_ = false;  // backward continues the iteration, and the next forward begins a new one
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());

@@ -17,10 +17,10 @@
 // other units find the gather issued already, and the last complete unit reduces for all of them.
 //
 // Note [gathers ahead of forward]
-// After the optimizer's step the user may have the first gathers of the next forward issued
-// (prefetch_next_forward), so that they travel while the loader works. They begin the iteration
-// that begin_forward goes on with. It reshards units whose shards have changed meanwhile, as far as
-// versions tell, and forward gathers these again.
+// After the optimizer's step the user may call prefetch_next_forward. It begins an iteration and
+// issues the first gathers of the next forward, so that they overlap the loader. begin_forward
+// continues this iteration. It reshards units whose shards have changed since the call, as far as
+// versions tell, and forward gathers these units again.
 //
 // Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
 // never at the same time.
@@ -97,8 +97,8 @@ class Pipeline {
   bool reset(After what = After::Anything);
   const std::shared_ptr<Passes>& passes() const { return shared_passes_; }
 
-  // Between passes: issues the gathers of as many buckets as forward does when it enters its first
-  // unit. Does nothing before the first forward, or once a CUDA graph has captured a step, because
+  // Called between passes. Issues the gathers of as many buckets as the first unit of forward does.
+  // It issues none before the first forward, nor once a CUDA graph has captured a step, because
   // replays use the slots, too.
   void prefetch_next_forward();
 

@@ -84,13 +84,17 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def prefetch_next_forward(self) -> None:
-        """Issue the first gathers of the model's next forward, so that they travel until then.
+        """Issue the first gathers of the model's next forward now, so that they overlap the loader.
 
-        Call it after ``optimizer.step()``, on all ranks. Before the first forward, and once a CUDA
-        graph has captured a step, it does nothing. Units whose parameters change before the
-        forward, on all ranks, are gathered again: by an optimizer's step, ``load_state_dict`` or a
-        write in place. Writes through ``.data`` or by ``torch._foreach_`` functions are not
-        noticed: make them before this call, or call ``reshard()`` on their units.
+        Call it after ``optimizer.step()``, on all ranks. It issues no gathers before the first
+        forward, nor once a CUDA graph has captured a step. If an optimizer's step,
+        ``load_state_dict`` or a write in place changes parameters of a unit before the forward, the
+        unit is gathered again. Such changes have to happen on all ranks. Writes through ``.data``
+        or by ``torch._foreach_`` functions are not noticed: make them before this call, or call
+        ``reshard()`` on their units.
+
+        Raises:
+            RuntimeError: if forward or backward runs.
         """
         root = self._fsdp_ext_unit.root
         if root is not None:

@@ -306,7 +306,7 @@ class Root(UnitTree):
             self.impl.apply(number, self.core_settings(number, self.impl.reduce_dtype_of(number)))
 
     def _prefetched(self, targets: Sequence[ParamGroup]) -> list[int]:
-        """Return numbers. A provisional root leaves out units of the rest of the model."""
+        """Return the units' numbers, without units that a provisional root does not have."""
         return [
             self.number(target)
             for target in targets
