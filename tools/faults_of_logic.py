@@ -52,7 +52,7 @@ FAULTS = (
         f"{CORE}/schedule/pipeline.cpp",
         "unit->gather.is_speculative()",
         "false",
-        within="unit->gather.is_speculative()) {  // prefetched, and did not run",
+        within="if (unit->gather.is_speculative()) {",
         cpp=CPP,
         python=("trained_parameters",),
     ),

@@ -165,7 +165,7 @@ def wait_late(run: Run, step: int) -> tuple[Tensor, ...]:
 
 def gather_ahead(run: Run) -> None:
     """Let the next forward's first gathers begin. FSDP2 has no such method."""
-    if run.sharded and hasattr(run.model, "prefetch_next_forward"):
+    if run.sharded and run.system.name == "fsdp_ext":
         run.model.prefetch_next_forward()
 
 
@@ -251,6 +251,26 @@ STACK = Case("", Stack)
 
 def _sharded() -> Sharded:
     return Sharded(load_system(SYSTEM), STACK)
+
+
+def _gathers_ahead_inside_passes() -> None:
+    run = _sharded()
+    run.model.prefetch_next_forward()  # nothing is known before the first forward
+    train_step(run, 0)
+    block = run.model.blocks[1]
+    for register, phase in (
+        (block.register_forward_pre_hook, "forward"),
+        (block.register_full_backward_hook, "backward"),
+    ):
+        hook = register(lambda *_: run.model.prefetch_next_forward())
+        with pytest.raises(RuntimeError, match=f"was called while {phase} runs. Call it after the"):
+            train_step(run, 1)
+        hook.remove()
+        train_step(run, 2)
+
+
+def test_gathers_ahead_inside_of_a_forward_or_backward_are_refused() -> None:
+    run_ranks(_gathers_ahead_inside_passes, 1)
 
 
 def _attributes_while_unsharded_by_hand(async_op: bool) -> None:

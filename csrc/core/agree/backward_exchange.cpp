@@ -66,6 +66,12 @@ void BackwardExchange::gather_from_all(const std::string& what, const void* mine
   across.stream().record(*received_);
 }
 
+void BackwardExchange::join(Stream& compute) {
+  if (has_peers_) {
+    compute.wait(*received_, kExchange);
+  }
+}
+
 std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
                                                       const std::string& mine) {
   if (!has_peers_) {

@@ -42,6 +42,9 @@ class BackwardExchange {
   void begin(const std::vector<std::unique_ptr<Unit>>& units);
   void end(const std::vector<std::unique_ptr<Unit>>& units);
 
+  // The compute stream waits for the last exchange: Note [graph capture] in device/cuda_stream.cpp.
+  void join(Stream& compute);
+
   // Sends a message of the same size from every rank to all ranks, between passes. Returns the
   // messages of all ranks, sorted by shard group and by rank within it. Errors and timeouts name
   // the exchange by `what`. Without peers it returns `mine` alone.

@@ -37,9 +37,12 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() { lane_.drain(); }
 
-void Gatherer::begin_iteration() {
-  iteration_ += 1;
+void Gatherer::begin_iteration(bool goes_on) {
   streams_.follow_compute();
+  if (goes_on) {
+    return;
+  }
+  iteration_ += 1;
   if (ring_ != nullptr) {
     ring_->invalidate_contents();
   }

@@ -46,9 +46,8 @@ class Gatherer {
                    const BucketSets& together, bool keeps_inputs);
 
   // Gathers from now on start after the work of the compute stream so far (the optimizer's).
-  void follow_compute() { streams_.follow_compute(); }
-  // Does the same, and marks parameters that were gathered earlier as out of date.
-  void begin_iteration();
+  // Parameters that were gathered earlier are out of date, unless the iteration `goes_on`.
+  void begin_iteration(bool goes_on = false);
   // Reshards units that stayed unsharded although their shards have changed since. Returns whether
   // any shards have changed since the last call. Then the graphs of earlier forwards are out of
   // date.

@@ -54,21 +54,14 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (with_gradient) {
     lend_gradients();
   }
-  begin_iteration();
+  // What was not gathered ahead may have changed since.
+  gatherer_.begin_iteration(/*goes_on=*/std::exchange(is_ahead_, false));
   forward_order_.begin_forward(/*forgets_all=*/std::exchange(shards_have_changed_, false));
   forward_keeps_ = with_gradient;
   passes_.state_ = Passes::State::Forward;
   return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
-}
-
-void Pipeline::begin_iteration() {
-  if (std::exchange(is_ahead_, false)) {
-    gatherer_.follow_compute();  // shards that were not gathered ahead may have changed since
-  } else {
-    gatherer_.begin_iteration();
-  }
 }
 
 // A captured CUDA graph writes gradients to fixed addresses, so they have to keep their memory.
@@ -217,7 +210,9 @@ void Pipeline::prefetch_next_forward() try {
   FSDP_CHECK(passes_.is_between(), "prefetch_next_forward was called while ",
              passes_.in_forward() ? "forward" : "backward",
              " runs. Call it after the optimizer's step.");
-  if (device_.is_capturing() || gatherer_.has_been_captured()) {
+  forward_order_.rewind();
+  const bool has_order = forward_order_.upcoming(0) != ForwardOrder::kNoUnit;
+  if (!has_order || device_.is_capturing() || gatherer_.has_been_captured()) {
     return;
   }
   shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
@@ -225,7 +220,6 @@ void Pipeline::prefetch_next_forward() try {
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   gatherer_.begin_iteration();
   is_ahead_ = true;
-  forward_order_.rewind();
   prefetch_buckets(nullptr, options_.prefetch_depth + 1, [this, ahead = std::size_t{0}]() mutable {
     return forward_order_.upcoming(ahead++);
   });
@@ -418,6 +412,9 @@ void Pipeline::end_backward() try {
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
+  if (gatherer_.has_been_captured()) {
+    exchange_.join(device_.compute_stream());
+  }
   passes_.end_backward();
   is_second_backward_ = !backward_may_reshard_;
   order_check_.end_backward();

@@ -143,7 +143,6 @@ class Pipeline {
   void prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit);
   template <typename NextUnit>
   void prefetch_buckets(const Bucket* last, int count, NextUnit next_unit);
-  void begin_iteration();
   void drop_prefetched();
   void reshard_behind(Unit& unit);
   void take_steps(std::size_t count);
