@@ -38,9 +38,10 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     local, dtype = weight.local, weight.dtype_as(dtype)
     if dtype.itemsize < local.dtype.itemsize:
         local = local.to(dtype)
-    # An offloaded shard is on the host, where its process group may have no backend. gloo cannot
-    # gather from a GPU.
-    return local.to(gathering_device(mesh_of(weight.tensor)))
+    # An offloaded shard is on the host, where its process groups may have no backend.
+    mesh = mesh_of(weight.tensor)
+    groups = [mesh.get_group(dim) for dim in sharded_dims(weight.tensor)]
+    return local.to(gathering_device(groups, mesh.device_type))
 
 
 def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:

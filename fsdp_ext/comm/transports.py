@@ -7,13 +7,12 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
@@ -121,20 +120,20 @@ def zeros_for_shard(
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def gathering_device(mesh: DeviceMesh) -> str:
-    """Return the kind of device whose tensors the process groups of a mesh can gather.
+def gathering_device(groups: Iterable[dist.ProcessGroup], kind: str) -> str:
+    """Return the kind of device from which process groups can gather tensors.
 
-    It is the mesh's, unless that is a GPU and one of the groups serves only the host. gloo accepts
+    It is ``kind``, unless that is a GPU and one of the groups serves the host alone. gloo takes
     tensors on GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use,
-    reads their memory as if it were the host's.
+    reads their memory as the host's.
     """
-    kind = mesh.device_type
-    for group in mesh.get_all_groups():
+    for group in groups:
         try:
             backend = group._get_backend(torch.device(kind))
-        except RuntimeError:  # the group has no backend for this kind
+        except RuntimeError:  # it has none
             return "cpu"
-        if isinstance(backend, dist.ProcessGroupGloo):
+        # A backend that is written in Python may have no name. A wrapper has the name of its own.
+        if getattr(backend, "name", lambda: "")() == "gloo":
             return "cpu"
     return kind
 
