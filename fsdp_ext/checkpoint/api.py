@@ -126,6 +126,7 @@ def async_save(
     def work() -> Path:
         snapshot = staged.finish() if staged is not None else failure
         assert snapshot is not None
+        background.lower_priority()  # not before: the next step may wait for the copies
         return write(snapshot, directory, ranks, keep)
 
     return background.start(work, staged)

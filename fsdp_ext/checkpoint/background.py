@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
+from fsdp_ext.optim.flat_step import FlatStep
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
@@ -40,6 +42,8 @@ class Saving:
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="fsdp_ext checkpoint")
         self._thread.start()
+        if staged is not None:
+            staged.register_hooks()
         self._may_run.set()
 
     def done(self) -> bool:
@@ -58,7 +62,7 @@ class Saving:
         """
         error = self._future.exception(timeout)
         self.is_reported = True
-        self._remove_hooks()
+        self.remove_hooks()
         if error is not None:
             raise error
         return self._future.result()
@@ -71,17 +75,16 @@ class Saving:
     def error(self) -> BaseException | None:
         """Wait, and return the error of the save, unless ``result()`` has raised it."""
         error = self._future.exception()
-        self._remove_hooks()
+        self.remove_hooks()
         is_new, self.is_reported = not self.is_reported, True
         return error if is_new else None
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
+        """Let optimizers step without waiting."""
         if self._staged is not None:
             self._staged.remove_hooks()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._may_run.wait()  # so that Thread.start(), which waits for this, gets the GIL back
         try:
             assert self._write is not None
@@ -90,6 +93,12 @@ class Saving:
             self._future.set_exception(error)
         finally:
             self._write = None  # it keeps ``extra`` and the process group
+
+
+def lower_priority() -> None:
+    """Lower the priority of the thread that calls this, for the rest of its life."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 _running: list[Saving] = []  # the last save, until its end has been reported
@@ -170,15 +179,15 @@ class Staged:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._copied_now = self._copy("others", others)
         self._events = [] if self._stream is None else [torch.cuda.current_stream().record_event()]
-        self._hooks = [
-            register(self._before_step)
-            for optimizer in (optimizers if defers else ())
-            for register in (
-                optimizer.register_step_pre_hook,
-                getattr(optimizer, "register_update_pre_hook", None),  # of an attached one
-            )
-            if register is not None
-        ]
+        self._hooked = optimizers if defers else ()
+        self._hooks: list[RemovableHandle] = []
+
+    def register_hooks(self) -> None:
+        """Let the optimizers wait for the copies, once a thread is there to make them."""
+        for optimizer in self._hooked:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            if isinstance(optimizer, FlatStep):  # it may be attached
+                self._hooks.append(optimizer.register_update_pre_hook(self._before_step))
 
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""
@@ -198,6 +207,8 @@ class Staged:
                 )
             return copied
         except Exception as error:
+            if self._stream is not None:
+                self._stream.synchronize()  # copies may still go to memory that others will use
             return error
         finally:
             with self._lock:
@@ -252,7 +263,14 @@ def _can_wait(optimizer: Optimizer) -> bool:
 @functools.cache  # once in a process
 def _watch_process() -> None:
     atexit.register(_report)
-    os.register_at_fork(after_in_child=_running.clear)  # a child has no such thread to wait for
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """Wait for nothing in a child process, which has no such thread."""
+    for saving in _running:
+        saving.remove_hooks()
+    _running.clear()
 
 
 def _report() -> None:

@@ -54,8 +54,8 @@ def from_dcp(source: Path, directory: Path) -> Path:
     for kind in ("weights", "optimizer"):
         if len(names[kind]) > 1 or (kind == "weights" and not names[kind]):
             raise ValueError(
-                f"{source} has {names[kind] or list(saved)}, and one dict of {kind} is needed. "
-                "Load it with dcp.load, and call save."
+                f"{source} has {names[kind] or list(saved)} as {kind}. Pass a checkpoint with one "
+                "model and at most one optimizer, or load it with dcp.load and call save."
             )
     kinds: dict[str, tuple[Tensors, Any]] = {}
     kinds["weights"] = saved[names["weights"][0]], {"aliases": {}, "other": {}}

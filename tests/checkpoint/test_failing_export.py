@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[tuple[Any, str], Exception, str]] = {
         NO_PERMISSION,
         r"partial cannot be written \(Permission denied\)\. Make room",
     ),
-    "no memory for a cast": ((hugging_face.Writer, "add"), NO_MEMORY, "no memory"),
+    "no memory while a tensor is written": ((hugging_face.Writer, "add"), NO_MEMORY, "no memory"),
 }
 
 

@@ -305,7 +305,7 @@ class Root(UnitTree):
             number = self.number(unit)
             self.impl.apply(number, self.core_settings(number, self.impl.reduce_dtype_of(number)))
 
-    def _prefetched(self, targets: Sequence[ParamGroup]) -> list[int]:
+    def _numbers_of(self, targets: Sequence[ParamGroup]) -> list[int]:
         """Return the units' numbers, without units that a provisional root does not have."""
         return [
             self.number(target)
@@ -326,8 +326,8 @@ class Root(UnitTree):
         )
         settings.reduces_unused = asked.reduce_scatter_unused_params
         settings.is_summoned = unit.is_summoned
-        settings.forward_prefetch = self._prefetched(unit.forward_prefetch)
-        settings.backward_prefetch = self._prefetched(unit.backward_prefetch)
+        settings.forward_prefetch = self._numbers_of(unit.forward_prefetch)
+        settings.backward_prefetch = self._numbers_of(unit.backward_prefetch)
         if asked.update is not None:
             settings.update = unit.core_update()
         if asked.has_hook:
