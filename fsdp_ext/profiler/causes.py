@@ -70,7 +70,7 @@ MEANING = {
     Cause.COPIES: "nothing is on the wire, but parameters or gradients change their dtype",
     Cause.OPTIMIZER: "updates of an attached optimizer are on the lane of reductions",
     Cause.SLOWED: "they share memory or cores; estimated by comparing units of equal size",
-    Cause.UNKNOWN: "unshard() gathered the unit, or it was gathered in a step not recorded",
+    Cause.UNKNOWN: "unshard(), prefetch_next_forward() or a step that is not recorded gathered it",
 }
 
 REMEDY = {

@@ -89,9 +89,9 @@ class FSDPModule(TorchFSDPModule):
         Call it after ``optimizer.step()``, on all ranks. It issues no gathers before the first
         forward, nor once a CUDA graph has captured a step. If an optimizer's step,
         ``load_state_dict`` or a write in place changes parameters of a unit before the forward, the
-        unit is gathered again. Such changes have to happen on all ranks. Writes through ``.data``
-        or by ``torch._foreach_`` functions are not noticed: make them before this call, or call
-        ``reshard()`` on their units.
+        unit is gathered again. Such changes have to happen on all ranks. Writes through ``.data``,
+        local tensors, ``flat_shard()`` or ``torch._foreach_`` functions may not be noticed: make
+        them before this call, or call ``reshard()`` on their units.
 
         Raises:
             RuntimeError: if forward or backward runs.
