@@ -11,7 +11,7 @@ bench   packing beside a plain copy, a step beside FSDP2, host overhead, clippin
 more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
         collectives
 
-Each step belongs to one part. Only the build is in all of them.
+Each step belongs to one part, except for the build, which all parts run first.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
@@ -68,7 +68,7 @@ ALL = "all"
 NOT_RUN = "not run"  # how the outcome of a step begins that has not begun
 # A sanitizer that cannot do its work says so. It may run the program all the same.
 SANITIZER_ERROR = re.compile(r"^=+ (?:Error|Internal Sanitizer Error): .*$", re.M)
-# The reason for which the emulated GPU leaves out the benchmarks of large models.
+# Why the emulated GPU does not run the benchmarks of large models.
 LARGE = "its sizes would take too long; tests/gpu has small ones"
 # These tests compare times of microseconds, so nothing else may run on the machine meanwhile.
 TIMED = ("tests/gpu/test_gpu_profile.py", "tests/gpu/test_gpu_simulated.py")

@@ -74,7 +74,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // begins. With None, it calls nothing.
   void set_before_backward(pybind11::object method);
   void unshard(int unit);
-  // Pipeline::prefetch_next_forward.
+  // Calls Pipeline::prefetch_next_forward. Cleans up before if a forward or backward has failed.
   void prefetch_next_forward();
 
   pybind11::object pre_forward_when_stale(pybind11::handle module, pybind11::handle args,

@@ -80,7 +80,7 @@ def _by_name(
     whole = _whole(units, dtype)
     try:
         for weight, gathered in whole:
-            # Not in the generator _whole, which could not go on after an error.
+            # _whole does not cast, because a generator cannot continue after an error.
             tensor = _placed(gathered, device or weight.local.device, weight.dtype_as(dtype))
             del gathered
             for name in weight.names:

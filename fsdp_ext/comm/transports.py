@@ -132,7 +132,8 @@ def gathering_device(groups: Iterable[dist.ProcessGroup], kind: str) -> str:
             backend = group._get_backend(torch.device(kind))
         except RuntimeError:  # it has none
             return "cpu"
-        # A backend that is written in Python may have no name. A wrapper has the name of its own.
+        # A backend that is written in Python may have no name(). A wrapper returns that of the
+        # backend in it.
         if getattr(backend, "name", lambda: "")() == "gloo":
             return "cpu"
     return kind

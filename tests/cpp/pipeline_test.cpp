@@ -87,7 +87,7 @@ TEST(Pipeline, GathersOnceMoreThanUnitsInForwardAndTwiceLessInBackward) {
   });
 }
 
-// See Note [gathers ahead of forward].
+// See Note [gathers ahead of forward] in core/schedule/pipeline.h.
 TEST(Pipeline, FirstGathersOfForwardAreIssuedAheadAndAgainForChangedShards) {
   on_ranks(2, 5, [&](Rank& rank, int) {
     rank.step(1.0F);

@@ -65,7 +65,7 @@ class ProcessState:
         for container, content in self._contents:
             _refill(container, content)
         _forget_sharding()
-        # Modules that this call imported stay loaded. Frozen, they cost later collections no time.
+        # Modules that this call imported stay loaded. The garbage collector skips frozen objects.
         gc.freeze()
         now = dict(_checked())
         left = [name for name, value in self._checked.items() if now.get(name) != value]

@@ -42,7 +42,8 @@ class BackwardExchange {
   void begin(const std::vector<std::unique_ptr<Unit>>& units);
   void end(const std::vector<std::unique_ptr<Unit>>& units);
 
-  // The compute stream waits for the last exchange: Note [graph capture] in device/cuda_stream.cpp.
+  // Makes the compute stream wait for the last exchange, since a graph may be replayed next: Note
+  // [graph capture] in device/cuda_stream.cpp.
   void join(Stream& compute);
 
   // Sends a message of the same size from every rank to all ranks, between passes. Returns the

@@ -54,7 +54,8 @@ class Gatherer {
   bool reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units);
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
-  // During a CUDA graph capture and ever after, makes the compute stream wait for the lane's work.
+  // In a CUDA graph capture, and in every pass after one, makes the compute stream wait for all
+  // work of the lane.
   void join_capture();
   // Whether a CUDA graph has captured a step, whose buffers must stay.
   bool has_been_captured() const { return has_been_captured_; }

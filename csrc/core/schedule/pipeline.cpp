@@ -46,7 +46,8 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
-  // The update below may change buckets or memory, and a captured graph has to gather by itself.
+  // The update below may change buckets and memory, and then no slot may be in use. And a captured
+  // graph has to contain all gathers of its step.
   if (is_ahead_ && (bucket_set_.is_stale() || device_.is_capturing())) {
     drop_prefetched();
   }

@@ -19,8 +19,8 @@
 // Note [gathers ahead of forward]
 // After the optimizer's step the user may call prefetch_next_forward. It begins an iteration and
 // issues the first gathers of the next forward, so that they overlap the loader. begin_forward
-// continues this iteration. It reshards units whose shards have changed since the call, as far as
-// versions tell, and forward gathers these units again.
+// continues this iteration. If the version of a unit's shards has changed since the call,
+// begin_forward reshards the unit, and forward gathers it again.
 //
 // Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
 // never at the same time.
