@@ -712,14 +712,19 @@ TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
 }
 
 // See Note [graph capture].
+// A capture has to follow a few steps.
+void step_before_capture(Rank& rank) {
+  for (auto& unit : rank.units) {
+    unit->keep_gradients();
+  }
+  for (int step = 0; step < 3; ++step) {
+    rank.step(2.0F, 2.0F);
+  }
+}
+
 TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   on_ranks(GetParam(), [](Rank& rank, int) {
-    for (auto& unit : rank.units) {
-      unit->keep_gradients();
-    }
-    for (int step = 0; step < 3; ++step) {
-      rank.step(2.0F, 2.0F);
-    }
+    step_before_capture(rank);
     rank.pipeline->prefetch_next_forward();  // the graph gathers by itself
     synchronize_all(rank);
     begin_capture(compute_stream);
@@ -742,12 +747,7 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
 // that the step itself does not wait for.
 TEST(CudaGraphs, AStepAfterACaptureEndsOnTheComputeStream) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
-    for (auto& unit : rank.units) {
-      unit->keep_gradients();
-    }
-    for (int step = 0; step < 3; ++step) {
-      rank.step(2.0F, 2.0F);
-    }
+    step_before_capture(rank);
     synchronize_all(rank);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
@@ -784,12 +784,7 @@ TEST(CudaGraphs, ACaptureOfLessThanAStepIsRefused) {
 // The replays use the slots, the staging and the reduce input.
 TEST(CudaGraphs, ACapturedStepKeepsItsBuffers) {
   on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
-    for (auto& unit : rank.units) {
-      unit->keep_gradients();
-    }
-    for (int step = 0; step < 3; ++step) {
-      rank.step(2.0F, 2.0F);
-    }
+    step_before_capture(rank);
     synchronize_all(rank);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
