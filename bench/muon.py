@@ -1,11 +1,12 @@
 """How long does a step of Muon take on sharded matrices?
 
 The matrices are those of transformer blocks. "PyTorch" is `torch.optim.Muon` over the DTensors of
-FSDP2: each rank gathers and orthogonalises every matrix. "fsdp_ext" is `fsdp_ext.optim.Muon`:
-one rank does so for each matrix. "unsharded" is `torch.optim.Muon` over whole matrices, as
-each rank of DDP steps them. All systems step in turns, in random order, on given gradients; the
-slowest rank counts. "of PyTorch" is the time divided by the time of "PyTorch". Results are compared
-with the unsharded ones; "differs by" is the largest difference, relative to the largest element.
+FSDP2: every iteration for a matrix gathers what its products need, or adds up partial products.
+"fsdp_ext" is `fsdp_ext.optim.Muon`: one rank gets each matrix and orthogonalises it. "unsharded" is
+`torch.optim.Muon` over whole matrices, as each rank of DDP steps them. All systems step in turns,
+in random order, on given gradients; the slowest rank counts. "of PyTorch" is the time divided by
+the time of "PyTorch". Results are compared with the unsharded ones; "differs by" is the largest
+difference, relative to the largest element.
 """
 
 from __future__ import annotations
