@@ -139,7 +139,8 @@ def plan(
     Raises:
         TypeError: if an argument has the wrong type.
         NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
-            units have several meshes, or if a parameter has ``fsdp_pre_all_gather``.
+            units have several meshes, or if a parameter has ``fsdp_pre_all_gather`` or is a DTensor
+            of tensor parallelism.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """

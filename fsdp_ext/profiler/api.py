@@ -63,8 +63,8 @@ class profile(Recording):
     Raises:
         TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
-        NotImplementedError: if the model is on a 2-D mesh or on several meshes, or its collectives
-            run on the thread that trains.
+        NotImplementedError: if the model is on several meshes, or its collectives run on the thread
+            that trains.
         ValueError: if ``iterations`` is out of range.
     """
 
