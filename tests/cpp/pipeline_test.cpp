@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <future>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -126,6 +127,39 @@ TEST(Pipeline, FirstGathersOfForwardAreIssuedAheadAndAgainForChangedShards) {
   });
 }
 
+class CountingUpdate final : public UnitUpdate {
+ public:
+  void run(Stream* /*stream*/) override { runs += 1; }
+
+  int runs = 0;
+};
+
+// See Note [updates in backward] in core/reduce/unit_update.h.
+TEST(Pipeline, GradientsThatComeAfterTheUpdateOfTheirUnitAreRefused) {
+  on_ranks(2, 3, [](Rank& rank, int) {
+    const auto update = std::make_shared<CountingUpdate>();
+    for (const int i : {1, 2, 3}) {
+      change_settings(*rank.pipeline, i, [&](UnitSettings& settings) { settings.update = update; });
+    }
+    const std::vector<CallId> calls = rank.forward({1, 2, 3});
+    rank.pipeline->begin_backward();
+    for (const int i : {3, 2, 1}) {
+      rank.pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.add_gradients(i, 1.0F);
+      rank.pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+    }
+    EXPECT_EQ(update->runs, 1);
+    rank.add_gradients(3, 1.0F);
+    try {
+      rank.pipeline->end_backward();
+      ADD_FAILURE() << "more gradients were accepted";
+    } catch (const Error& error) {
+      expect_contains(error.what(), "'unit3' got more gradients after its attached optimizer");
+    }
+    rank.pipeline->reset();
+  });
+}
+
 TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
   PipelineOptions options;
   options.prefetch_depth = 3;
@@ -140,6 +174,10 @@ TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
         rank.pipeline->options().prefetch_depth = 1;
         rank.step(1.0F);
         EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 2);
+        rank.pipeline->prefetch_next_forward();
+        rank.pipeline->options().prefetch_depth = 3;  // so the gathers ahead leave the ring
+        rank.step(1.0F);
+        EXPECT_EQ(rank.pipeline->gatherer().ring()->plan().slots, 4);
       },
       options);
 }
