@@ -41,40 +41,25 @@ def run(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    args = parser.parse_args(arguments)
+    args = vars(parser.parse_args(arguments))  # what is not taken out is an argument of plan()
+    factory, names, path, limit = map(args.pop, ("model", "units", "json", "memory_limit"))
+    policy = _policy(args.pop("param_dtype"), args.pop("reduce_dtype"))
     try:
-        model = _model(args.model)
-        result = plan(
-            model,
-            args.world_size,
-            replicas=args.replicas,
-            units=_classes(model, args.units) or None,
-            mp_policy=_policy(args.param_dtype, args.reduce_dtype),
-            bucket_bytes=args.bucket_bytes,
-            max_message_bytes=args.max_message_bytes,
-            prefetch=args.prefetch,
-            reshard_after_forward=False if args.no_reshard_after_forward else None,
-            transport=args.transport,
-            link=_link("--link", args.link),
-            replica_link=_link("--replica-link", args.replica_link),
-            device_type=args.device_type,
-            optimizer_states=args.optimizer_states,
-            optimizer_attached=args.optimizer_attached or None,
-            batch=tuple(args.batch) if args.batch else None,
-            flops_per_second=args.flops_per_second,
-            contention=args.contention,
-        )
+        model = _model(factory)
+        args["link"] = _link("--link", args["link"])
+        args["replica_link"] = _link("--replica-link", args["replica_link"])
+        result = plan(model, units=_classes(model, names) or None, mp_policy=policy, **args)
         print(result)
-        if args.json is not None:
-            result.to_json(args.json)
+        if path is not None:
+            result.to_json(path)
     except (OSError, TypeError, ValueError, NotImplementedError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     peak = result.memory.peak
-    if args.memory_limit is not None and peak > args.memory_limit:
+    if limit is not None and peak > limit:
         print(
             f"{parser.prog}: each rank needs {size(peak)} without activations, but --memory-limit "
-            f"is {size(args.memory_limit)}. Use more ranks, smaller units or smaller dtypes.",
+            f"is {size(limit)}. Use more ranks, smaller units or smaller dtypes.",
             file=sys.stderr,
         )
         return 1
@@ -96,84 +81,38 @@ example: a model that make() of my_model.py returns, on 64 ranks with 80 GB each
 exit code: 0, or 1 if the plan exceeds --memory-limit, or 2 for other errors""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_model(parser.add_argument)
-    _add_settings(parser.add_argument)
-    _add_ranks_and_times(parser.add_argument)
-    parser.add_argument(
-        "--memory-limit", type=_bytes, metavar="SIZE", help="memory of each rank, such as 80GB"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the plan to this file, too"
-    )
+    _add_options(parser.add_argument)
     return parser
 
 
-def _add_model(add: Callable[..., object]) -> None:
+def _add_options(add: Callable[..., object]) -> None:
+    dtype, nbytes = {"type": _dtype, "metavar": "DTYPE"}, {"type": _bytes, "metavar": "SIZE"}
+    number, link = {"type": int, "metavar": "N"}, {"metavar": "PRESET|FILE"}
     add("model", metavar="MODULE:FACTORY", help="function without arguments that makes the model")
-    add(
-        "--units",
-        default="",
-        metavar="CLASS[,CLASS]",
-        help="classes of the modules that become units",
-    )
-
-
-def _add_settings(add: Callable[..., object]) -> None:
-    add("--param-dtype", type=_dtype, metavar="DTYPE", help="dtype of compute, such as bfloat16")
-    add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="dtype of gradient reductions")
-    add("--no-reshard-after-forward", action="store_true", help="keep units unsharded for backward")
-    add("--bucket-bytes", type=_bytes, metavar="SIZE", help="size up to which units share a bucket")
-    add(
-        "--max-message-bytes",
-        type=_bytes,
-        metavar="SIZE",
-        help="size of the largest message; by default any",
-    )
-    add("--prefetch", type=int, metavar="N", help="how many buckets to gather ahead")
-    add(
-        "--optimizer-states",
-        type=int,
-        default=2,
-        metavar="N",
-        help="tensors that the optimizer keeps per parameter, by default 2",
-    )
-    add(
-        "--optimizer-attached",
-        action="store_true",
-        help="the optimizer steps units in backward; see optimizer.attach(model)",
-    )
-
-
-def _add_ranks_and_times(add: Callable[..., object]) -> None:
-    add("--world-size", type=int, required=True, metavar="N", help="number of all ranks")
-    add(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="how many ranks have the same shard, for hybrid sharding; by default 1",
-    )
-    add(
-        "--device-type",
-        choices=["cuda", "cpu"],
-        default="cuda",
-        help="devices of the ranks: cuda for GPUs, the default, or cpu",
-    )
-    add(
-        "--transport",
-        choices=[*OF_GPUS, *OF_THE_HOST],
-        help="by default the one that the run would choose",
-    )
-    add(
-        "--link",
-        metavar="PRESET|FILE",
-        help=f"link to simulate: {', '.join(PRESETS)}, or a file that measure-link wrote; by "
-        "default a typical link of the transport",
-    )
-    add(
-        "--replica-link",
-        metavar="PRESET|FILE",
-        help="link between replicas; by default the one that --link has across nodes",
-    )
+    of_units = {"default": "", "metavar": "CLASS[,CLASS]"}
+    add("--units", **of_units, help="classes of the modules that become units")
+    add("--param-dtype", **dtype, help="dtype of compute, such as bfloat16")
+    add("--reduce-dtype", **dtype, help="dtype of gradient reductions")
+    unsharded = {"action": "store_const", "const": False, "dest": "reshard_after_forward"}
+    add("--no-reshard-after-forward", **unsharded, help="keep units unsharded for backward")
+    add("--bucket-bytes", **nbytes, help="size up to which units share a bucket")
+    add("--max-message-bytes", **nbytes, help="size of the largest message; by default any")
+    add("--prefetch", **number, help="how many buckets to gather ahead")
+    states = "tensors that the optimizer keeps per parameter, by default 2"
+    add("--optimizer-states", **number, default=2, help=states)
+    attached = "the optimizer steps units in backward; see optimizer.attach(model)"
+    add("--optimizer-attached", action="store_const", const=True, help=attached)
+    add("--world-size", **number, required=True, help="number of all ranks")
+    replicas = "how many ranks have the same shard, for hybrid sharding; by default 1"
+    add("--replicas", **number, help=replicas)
+    kinds = "devices of the ranks: cuda for GPUs, the default, or cpu"
+    add("--device-type", choices=["cuda", "cpu"], default="cuda", help=kinds)
+    transports = [*OF_GPUS, *OF_THE_HOST]
+    add("--transport", choices=transports, help="by default the one that the run would choose")
+    within = f"link to simulate: {', '.join(PRESETS)}, or a file that measure-link wrote; "
+    add("--link", **link, help=f"{within}by default a typical link of the transport")
+    between = "link between replicas; by default the one that --link has across nodes"
+    add("--replica-link", **link, help=between)
     add(
         "--batch",
         type=_tensor,
@@ -181,16 +120,12 @@ def _add_ranks_and_times(add: Callable[..., object]) -> None:
         metavar="SHAPE[:DTYPE]",
         help="what one rank calls the model with, such as 8x2048:int64; it is used to count flops",
     )
-    add(
-        "--flops-per-second", type=float, metavar="X", help="how fast a rank computes; with --batch"
-    )
-    add(
-        "--contention",
-        type=float,
-        default=0.0,
-        metavar="C",
-        help="share of a collective's time that compute beside it loses, 0 to 1",
-    )
+    rate = {"type": float, "metavar": "X"}
+    add("--flops-per-second", **rate, help="how fast a rank computes; with --batch")
+    share = "share of a collective's time that compute beside it loses, 0 to 1"
+    add("--contention", type=float, default=0.0, metavar="C", help=share)
+    add("--memory-limit", **nbytes, help="memory of each rank, such as 80GB")
+    add("--json", type=Path, metavar="FILE", help="write the plan to this file, too")
 
 
 # - The values of arguments
@@ -279,11 +214,9 @@ def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:
     return [known[name] for name in asked]
 
 
-def _link(option: str, text: str | None) -> Link | None:
-    if text is None:
-        return None
-    if text in PRESETS:
-        return PRESETS[text]
+def _link(option: str, text: str | None) -> Link | str | None:
+    if text is None or text in PRESETS:
+        return text
     if not Path(text).is_file():
         raise ValueError(f"{option} {text!r} is neither a file nor one of {', '.join(PRESETS)}.")
     return Link.load(text)
