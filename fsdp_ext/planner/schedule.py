@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from fsdp_ext.comm.link import Link
 
@@ -64,11 +64,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and not (math.isfinite(value) and value >= 0):
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "name" and not (math.isfinite(value) and value >= 0):
                 raise ValueError(
-                    f"stage '{self.name}' got {field.name}={value!r}. Pass seconds and bytes of 0 "
+                    f"stage '{self.name}' got {each.name}={value!r}. Pass seconds and bytes of 0 "
                     "or more."
                 )
 
@@ -178,7 +178,7 @@ def predict(
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
     sums = _lane_of_replicas(chain, replica_link)
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
-    clock = _Clock(lanes, contention, one_wire=(gathers, wire) if link.one_wire else ())
+    clock = _Clock(lanes, contention, (gathers, wire) if link.one_wire else ())
     reductions = _Reductions(wire, packing, sums, updates_on_lane)
     program = _Program(chain, clock, gathers, reductions, _Ring(slots), depth)
     program.run(has_root=root is not None)
@@ -237,17 +237,17 @@ class _Job:
         return all(job.done for job in self.after)
 
 
+@dataclass(eq=False)
 class _Lane:
     """Runs jobs in order, one at a time. A message costs alpha seconds, its bytes 1 / beta each."""
 
-    def __init__(self, name: str, alpha: float, beta: float) -> None:
-        self.name = name
-        self.alpha = alpha
-        self.beta = beta
-        self.jobs: deque[_Job] = deque()
-        self.busy = 0.0
-        self.begin = 0.0
-        self.left: float | None = None  # seconds of the first job, once it has begun
+    name: str
+    alpha: float
+    beta: float
+    jobs: deque[_Job] = field(default_factory=deque)
+    busy: float = 0.0
+    begin: float = 0.0
+    left: float | None = None  # seconds of the first job, once it has begun
 
     def issue(
         self, name: str, messages: int, nbytes: float, copies: float, after: Sequence[_Job] = ()
@@ -260,17 +260,15 @@ class _Lane:
         return job
 
 
+@dataclass
 class _Clock:
     """Advances time from event to event; an event is the end of a job or of the current compute."""
 
-    def __init__(
-        self, lanes: list[_Lane], contention: float, one_wire: Sequence[_Lane] = ()
-    ) -> None:
-        self.now = 0.0
-        self.spans: list[PredictedSpan] = []
-        self._lanes = lanes
-        self._contention = contention
-        self._one_wire = one_wire  # the lanes that share its bandwidth
+    lanes: list[_Lane]
+    contention: float
+    one_wire: Sequence[_Lane]  # the lanes that share its bandwidth
+    now: float = 0.0
+    spans: list[PredictedSpan] = field(default_factory=list)
 
     def compute(self, name: str, seconds: float) -> None:
         begin, left = self.now, seconds
@@ -284,12 +282,15 @@ class _Clock:
 
     def _advance(self, compute: float) -> float:
         """Advance to the next event; return the remaining seconds of ``compute``."""
-        at_work = self._begin_jobs()
-        sharing = max(1, sum(lane in self._one_wire for lane in at_work))
-        taken = (len(at_work) - sharing + 1) * self._contention if at_work else 0.0
+        at_work = [lane for lane in self.lanes if lane.jobs and lane.jobs[0].may_begin]
+        for lane in at_work:
+            if lane.left is None:
+                lane.begin, lane.left = self.now, lane.jobs[0].seconds
+        sharing = max(1, sum(lane in self.one_wire for lane in at_work))
+        taken = (len(at_work) - sharing + 1) * self.contention if at_work else 0.0
         rate = max(0.0, 1.0 - taken)
         # How many times longer each lane takes than alone.
-        slower = [max(1.0, taken) * (sharing if lane in self._one_wire else 1) for lane in at_work]
+        slower = [max(1.0, taken) * (sharing if lane in self.one_wire else 1) for lane in at_work]
         # The first lane to end has exactly this much left, so it ends without a remainder.
         ends = [(lane.left or 0.0) * by for lane, by in zip(at_work, slower, strict=True)]
         computed = compute / rate if rate > 0 else math.inf
@@ -298,21 +299,10 @@ class _Clock:
         for lane, by, end in zip(at_work, slower, ends, strict=True):
             lane.left = (end - passed) / by
             if end == passed:
-                self._end_job(lane)
+                job = lane.jobs.popleft()
+                job.done, lane.left = True, None
+                self.spans.append(PredictedSpan(lane.name, job.name, lane.begin, self.now))
         return 0.0 if passed == computed else max(0.0, compute - passed * rate)
-
-    def _begin_jobs(self) -> list[_Lane]:
-        at_work = [lane for lane in self._lanes if lane.jobs and lane.jobs[0].may_begin]
-        for lane in at_work:
-            if lane.left is None:
-                lane.begin, lane.left = self.now, lane.jobs[0].seconds
-        return at_work
-
-    def _end_job(self, lane: _Lane) -> None:
-        job = lane.jobs.popleft()
-        job.done = True
-        self.spans.append(PredictedSpan(lane.name, job.name, lane.begin, self.now))
-        lane.left = None
 
 
 # - The schedule's calls
@@ -347,35 +337,33 @@ class _Ring:
             self._free.append(stage)
 
 
+@dataclass
 class _Reductions:
     """The lanes of reductions, of packing ahead, and of replicas, if any."""
 
-    def __init__(
-        self, wire: _Lane, packing: _Lane | None, sums: _Lane | None, updates_on_lane: bool
-    ) -> None:
-        self.updates_on_lane = updates_on_lane
-        self._wire = wire
-        self._packing = packing
-        self._sums = sums
-        self._last: deque[_Job] = deque(maxlen=2)  # a message for each of the two inputs
-        self._outputs: deque[_Job] = deque(maxlen=2)  # the last sum in each of the two outputs
+    wire: _Lane
+    packing: _Lane | None
+    sums: _Lane | None
+    updates_on_lane: bool
+    last: list[_Job] = field(default_factory=list)  # messages, which take turns with two inputs
+    outputs: list[_Job] = field(default_factory=list)  # sums, which take turns with two outputs
 
     def issue(self, stage: Stage) -> _Job | None:
         """Issue a reduction and the update on its lane; return the last of these jobs."""
         last = None
         copies, after = stage.copy_seconds_reduce, list[_Job]()
-        if self._packing is not None and copies > 0:
-            free = [self._last[0]] if len(self._last) == 2 else []
-            after.append(self._packing.issue(stage.name, 0, 0, copies, free))
+        if self.packing is not None and copies > 0:
+            free = self.last[-2:-1]  # the message that had this input before
+            after.append(self.packing.issue(stage.name, 0, 0, copies, free))
             copies = 0.0
-        if self._sums is not None and stage.all_reduce_bytes > 0:
-            last = self._issue_with_sums(self._sums, stage, copies, after)
+        if self.sums is not None and stage.all_reduce_bytes > 0:
+            last = self._issue_with_sums(self.sums, stage, copies, after)
         elif stage.reduce_bytes > 0 or copies > 0:
             messages, nbytes = stage.reduce_messages, stage.reduce_bytes
-            last = self._wire.issue(stage.name, messages, nbytes, copies, after)
-            self._last.append(last)
+            last = self.wire.issue(stage.name, messages, nbytes, copies, after)
+            self.last.append(last)
         if self.updates_on_lane and stage.update > 0:
-            lane = self._sums if self._sums and stage.all_reduce_bytes > 0 else self._wire
+            lane = self.sums if self.sums and stage.all_reduce_bytes > 0 else self.wire
             last = lane.issue(stage.name, 0, 0, stage.update, after)
         return last
 
@@ -386,46 +374,38 @@ class _Reductions:
         count = stage.reduce_messages
         for _ in range(count):
             needs_output = not stage.reduces_in_place
-            free = [self._outputs[0]] if needs_output and len(self._outputs) == 2 else []
-            reduced = self._wire.issue(
+            free = self.outputs[-2:-1] if needs_output else []
+            reduced = self.wire.issue(
                 stage.name, 1, stage.reduce_bytes / count, copies / count, [*after, *free]
             )
             nbytes = 2 * stage.all_reduce_bytes / count
             summed = sums.issue(stage.name, 1, nbytes, 0.0, [reduced])
             if needs_output:
-                self._outputs.append(summed)
-        self._last.append(reduced)
+                self.outputs.append(summed)
+        self.last.append(reduced)
         return summed
 
 
+@dataclass
 class _Program:
     """One forward and one backward: issues jobs, computes, and waits for jobs.
 
     The stages are in the order in which forward enters them.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        clock: _Clock,
-        gathers: _Lane,
-        reductions: _Reductions,
-        ring: _Ring,
-        depth: int,
-    ) -> None:
-        self._stages = stages
-        self._clock = clock
-        self._gathers = gathers
-        self._reductions = reductions
-        self._ring = ring
-        self._depth = depth
-        self._unsharded: dict[int, _Job | None] = {}  # the gather of each unsharded stage
-        self._done: dict[int, _Job] = {}  # the last gather of each stage
-        self._updated: deque[tuple[Stage, _Job | None]] = deque()  # updates in flight
+    stages: Sequence[Stage]
+    clock: _Clock
+    gathers: _Lane
+    reductions: _Reductions
+    ring: _Ring
+    depth: int
+    unsharded: dict[int, _Job | None] = field(default_factory=dict)  # gathers of unsharded stages
+    done: dict[int, _Job] = field(default_factory=dict)  # the last gather of each stage
+    updated: deque[tuple[Stage, _Job | None]] = field(default_factory=deque)  # updates in flight
 
     def run(self, has_root: bool) -> None:
         """Run the stages, the first of which encloses the others if ``has_root``."""
-        numbers = range(len(self._stages))
+        numbers = range(len(self.stages))
         root, below = numbers[:has_root], numbers[has_root:]
         for position, number in enumerate(numbers):
             self._enter(number, numbers[position + 1 :])
@@ -436,7 +416,7 @@ class _Program:
         order = [*root, *reversed(below)]
         for position, number in enumerate(order):
             self._enter(number, order[position + 1 :])
-            self._clock.compute(self._stages[number].name, self._stages[number].backward)
+            self.clock.compute(self.stages[number].name, self.stages[number].backward)
             if number in below:
                 self._reduce(number)
         for number in root:
@@ -444,60 +424,60 @@ class _Program:
         self._finish_updates(most=0)
 
     def _forward(self, number: int) -> None:
-        self._clock.compute(self._stages[number].name, self._stages[number].forward)
+        self.clock.compute(self.stages[number].name, self.stages[number].forward)
         self._leave(number)
 
     def _reduce(self, number: int) -> None:
-        stage = self._stages[number]
-        before = self._updated[-1][1] if self._updated else None
-        if before is not None and not self._reductions.updates_on_lane:
+        stage = self.stages[number]
+        before = self.updated[-1][1] if self.updated else None
+        if before is not None and not self.reductions.updates_on_lane:
             # On the host, backward waits until the previous stage's gradients are packed. The model
             # waits for its whole reduction, and only if there are updates.
-            self._clock.wait_for(before)
+            self.clock.wait_for(before)
         self._finish_updates(most=1)
-        last = self._reductions.issue(stage)
+        last = self.reductions.issue(stage)
         if stage.update > 0:
-            self._updated.append((stage, last))
+            self.updated.append((stage, last))
         self._leave(number)
 
     def _finish_updates(self, most: int) -> None:
         """``Reducer::finish_updates``."""
-        while len(self._updated) > most:
-            stage, last = self._updated.popleft()
+        while len(self.updated) > most:
+            stage, last = self.updated.popleft()
             if last is not None:
-                self._clock.wait_for(last)
-            if not self._reductions.updates_on_lane:
-                self._clock.compute(stage.name, stage.update)
+                self.clock.wait_for(last)
+            if not self.reductions.updates_on_lane:
+                self.clock.compute(stage.name, stage.update)
 
     def _enter(self, number: int, ahead: Sequence[int]) -> None:
         """Gather this stage and the next ones: ``pre_forward`` and ``pre_backward``."""
         self._gather(number, on_demand=True)
-        for target in ahead[: self._depth]:
+        for target in ahead[: self.depth]:
             if not self._gather(target, on_demand=False):
                 break
-        gather = self._unsharded[number]
+        gather = self.unsharded[number]
         if gather is not None:
-            self._clock.wait_for(gather)
+            self.clock.wait_for(gather)
 
     def _gather(self, number: int, on_demand: bool) -> bool:
         """Gather a sharded stage; return False if no slot is free (``Gatherer::unshard``)."""
-        stage = self._stages[number]
-        if number in self._unsharded:
+        stage = self.stages[number]
+        if number in self.unsharded:
             return True
         if stage.gather_bytes == 0 and stage.copy_seconds_gather == 0:
-            self._unsharded[number] = None
+            self.unsharded[number] = None
             return True
-        if stage.reshards and self._ring.reacquire(number):
-            self._unsharded[number] = self._done[number]
+        if stage.reshards and self.ring.reacquire(number):
+            self.unsharded[number] = self.done[number]
             return True
-        if stage.reshards and not self._ring.acquire(number, on_demand):
+        if stage.reshards and not self.ring.acquire(number, on_demand):
             return False
-        job = self._gathers.issue(
+        job = self.gathers.issue(
             stage.name, stage.gather_messages, stage.gather_bytes, stage.copy_seconds_gather
         )
-        self._unsharded[number] = self._done[number] = job
+        self.unsharded[number] = self.done[number] = job
         return True
 
     def _leave(self, number: int) -> None:
-        if self._stages[number].reshards and self._unsharded.pop(number) is not None:
-            self._ring.release(number)
+        if self.stages[number].reshards and self.unsharded.pop(number) is not None:
+            self.ring.release(number)
