@@ -6,14 +6,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_ext.comm.rendezvous import machine
 from fsdp_ext.profiler.causes import Lateness
-from fsdp_ext.profiler.recording import COLLECTIVES, WIRES, Iteration
+from fsdp_ext.profiler.recording import COLLECTIVES, Iteration
 from fsdp_ext.sharding.root.agreement import exchange, has_peers
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -47,9 +47,7 @@ def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
     Raises:
         RuntimeError: if no iteration was recorded on all ranks.
     """
-    # All processes of one boot of one machine share a clock.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text() if boot.exists() else ""
+    host = machine()  # all processes of one boot of one machine share a clock
     counts: _Counts = {
         one.number: tuple(len(one.of(work)) for work in COLLECTIVES) for one in iterations
     }
@@ -102,18 +100,13 @@ def collect(
 def _moved(iteration: Iteration, offset: float) -> Iteration:
     if offset == 0.0:
         return iteration
-    spans = tuple(
-        replace(
-            span,
-            begin=span.begin + offset,
-            end=span.end + offset,
-            issued=span.issued + offset if span.issued else 0.0,
-            refused=span.refused + offset if span.refused else 0.0,
-            possible=span.possible + offset if span.possible else 0.0,
-        )
-        for span in iteration.spans
-    )
-    return Iteration(iteration.number, spans, iteration.end + offset)
+    times = ("begin", "end", "issued", "refused", "possible")
+    spans = []
+    for span in iteration.spans:
+        given = {name: getattr(span, name) for name in times}
+        moved = {name: time + offset for name, time in given.items() if time}  # 0 stands for none
+        spans.append(replace(span, **moved))
+    return Iteration(iteration.number, tuple(spans), iteration.end + offset)
 
 
 def lateness(
@@ -129,12 +122,10 @@ def lateness(
         The lateness by iteration number and index among its spans, for the iterations in which all
         ranks recorded the same collectives.
     """
-    of_replicas = ("all-reduce",)
-    within = tuple(work for work in WIRES if work not in of_replicas)
-    found = _lateness(iterations, within, clocks, unit, unit.ranks.shard_group)
+    found = _lateness(iterations, ("gather", "reduce"), clocks, unit, unit.ranks.shard_group)
     if unit.ranks.replicate_group is not None:
         between = unit.ranks.replicate_group
-        found |= _lateness(iterations, of_replicas, clocks, unit, between)
+        found |= _lateness(iterations, ("all-reduce",), clocks, unit, between)
     return found
 
 

@@ -57,14 +57,6 @@ _DARK = ("unit forward",)  # bars whose names are white
 _MOST_RANKS = 8
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The time that the picture shows: its begin and its length, in seconds."""
-
-    begin: float
-    seconds: float
-
-
 def draw(recording: Recording, path: Path, chosen: int | None) -> None:
     """Draw one step to ``path``; see :meth:`fsdp_ext.profile.plot`."""
     try:
@@ -84,7 +76,7 @@ def draw(recording: Recording, path: Path, chosen: int | None) -> None:
     begin = min(iteration.begin for iteration in shown.values())
     end = max(iteration.end for iteration in shown.values())
     for axis, (rank, iteration) in zip(axes, shown.items(), strict=True):
-        _draw_rank(recording, axis, iteration, _Window(begin, end - begin))
+        _draw_rank(recording, _Panel(axis, begin, end - begin), iteration)
         if len(shown) > 1:
             axis.set_title(f"rank {rank}", loc="left", fontsize=9)
     figure.suptitle(_title(recording, own, len(shown)), fontsize=11)
@@ -134,17 +126,44 @@ def _title(recording: Recording, own: Iteration, shown: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Bar:
-    """A bar of a row: a whole span, or a part of it, or of the time outside of all spans."""
+class _Panel:
+    """The part of the picture with one rank's rows: ``seconds`` from ``begin`` on."""
 
+    axis: Axes
     begin: float
-    end: float
-    work: str
-    name: str = ""
+    seconds: float
+
+    def draw(
+        self, begin: float, end: float, work: str, bottom: float, name: str = "", tall: float = 0.8
+    ) -> None:
+        """Draw a bar: a whole span, or a part of it, or of the time outside of all spans."""
+        left, length = (begin - self.begin) * 1e3, (end - begin) * 1e3
+        waits = work in WAITS
+        self.axis.broken_barh(
+            [(left, length)],
+            (bottom, tall),
+            facecolors=_COLOURS[work],
+            edgecolors="white",
+            linewidth=0.4,
+            zorder=3 if waits or work == "step" else 2,
+            hatch="///" if waits else None,
+        )
+        name = _fitting(name, (end - begin) / self.seconds)
+        if name:
+            self.axis.text(
+                left + length / 2,
+                bottom + tall / 2,
+                name,
+                ha="center",
+                va="center",
+                fontsize=_FONT,
+                color="white" if work in _DARK else "black",
+                zorder=4,
+            )
 
 
-def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _Window) -> None:
-    rows = _rows_of(iteration)
+def _draw_rank(recording: Recording, panel: _Panel, iteration: Iteration) -> None:
+    rows, axis = _rows_of(iteration), panel.axis
     for span in iteration.spans:
         has_name = span.work not in (*WAITS, "step")
         name = recording.name_of(span.units) if has_name else ""
@@ -154,42 +173,16 @@ def _draw_rank(recording: Recording, axis: Axes, iteration: Iteration, window: _
             continue
         inside = _inside(iteration, span) if span.work in COMPUTE else []
         if inside:
-            _draw(axis, _Bar(span.begin, span.end, span.work), window, level + 0.42, tall=0.08)
+            panel.draw(span.begin, span.end, span.work, level + 0.42, tall=0.08)
         waits = iteration.of(*WAITS, "step") if inside else []
         for begin, end in _gaps(span.begin, span.end, [*inside, *waits]):
-            _draw(axis, _Bar(begin, end, span.work, name), window, level - 0.4)
+            panel.draw(begin, end, span.work, level - 0.4, name)
     for begin, end in _gaps(iteration.begin, iteration.end, iteration.of(*PASSES, "step")):
-        _draw(axis, _Bar(begin, end, "other", "other"), window, len(rows) - 1 - 0.4)
-    axis.set_xlim(0, window.seconds * 1e3)
+        panel.draw(begin, end, "other", len(rows) - 1 - 0.4, "other")
+    axis.set_xlim(0, panel.seconds * 1e3)
     axis.set_yticks(range(len(rows)), reversed(rows))
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw(axis: Axes, bar: _Bar, window: _Window, bottom: float, tall: float = 0.8) -> None:
-    left, length = (bar.begin - window.begin) * 1e3, (bar.end - bar.begin) * 1e3
-    waits = bar.work in WAITS
-    axis.broken_barh(
-        [(left, length)],
-        (bottom, tall),
-        facecolors=_COLOURS[bar.work],
-        edgecolors="white",
-        linewidth=0.4,
-        zorder=3 if waits or bar.work == "step" else 2,
-        hatch="///" if waits else None,
-    )
-    name = _fitting(bar.name, length / 1e3 / window.seconds)
-    if name:
-        axis.text(
-            left + length / 2,
-            bottom + tall / 2,
-            name,
-            ha="center",
-            va="center",
-            fontsize=_FONT,
-            color="white" if bar.work in _DARK else "black",
-            zorder=4,
-        )
 
 
 def _inside(iteration: Iteration, span: Span) -> list[Span]:
@@ -218,12 +211,9 @@ def _fitting(name: str, share: float) -> str:
         name: the name of a unit or a bucket.
         share: the width of the bar, as a share of the picture's.
     """
-    parts = name.split(".")
-    for first in range(len(parts)):
-        shorter = ".".join(parts[first:])
-        if (len(shorter) + 1) * _CHARACTER < share:
-            return shorter
-    return ""
+    while name and (len(name) + 1) * _CHARACTER >= share:
+        name = name.partition(".")[2]
+    return name
 
 
 def _legend(figure: Figure, iteration: Iteration) -> None:

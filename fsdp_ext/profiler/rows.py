@@ -15,7 +15,6 @@ from fsdp_ext.profiler.result import Recording
 _SLOWED = 1.05
 _OPERATIONS = (*COLLECTIVES, "optimizer")
 _PHASES = ("forward", "backward", "other")
-_EVERY_UNIT = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -116,24 +115,19 @@ def summarise(recording: Recording) -> Summary:
     for exposure in itertools.chain(*recording.exposures):
         causes[exposure.cause.value] += exposure.seconds / count
     steps = [iteration.step for iteration in iterations]
-    hidden = sum(
-        _hidden(cost.wire, sum(cost.causes.values()))
-        for key, cost in _costs(recording).items()
-        if key.operation in COLLECTIVES
-    )
+    rows = [row for row in rows_of(recording, "bucket") if row.operation in COLLECTIVES]
     wire = mean([iteration.wire for iteration in iterations])
-    exposed = mean([iteration.exposed for iteration in iterations])
     return Summary(
         iterations=count,
         step=mean(steps),
         fastest=min(steps),
         slowest=max(steps),
         compute=mean([iteration.compute for iteration in iterations]),
-        exposed=exposed,
+        exposed=mean([iteration.exposed for iteration in iterations]),
         optimizer=mean([iteration.optimizer for iteration in iterations]),
         other=mean([iteration.other for iteration in iterations]),
         wire=wire,
-        hidden=hidden / wire if wire > 0 else 1.0,
+        hidden=sum(row.hidden for row in rows) / wire if wire > 0 else 1.0,
         causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
         slowed=slow.seconds if slow is not None and slow.factor > _SLOWED else 0.0,
     )
@@ -150,6 +144,7 @@ class _Cost:
     nbytes: float = 0.0
     wire: float = 0.0
     causes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    behind: Counter[int] = field(default_factory=Counter)  # microseconds of stragglers, by rank
 
 
 def rows_of(recording: Recording, by: str) -> list[Row]:
@@ -159,37 +154,35 @@ def rows_of(recording: Recording, by: str) -> list[Row]:
             f'profile got rows by {by!r}. Pass by="bucket", a row for what travels together, or '
             'by="unit".'
         )
-    costs = _costs(recording)
-    slowest = _slowest(recording)
-    found = [
-        (part, key, share)
-        for key in costs
-        for part, share in (_shares(recording, key.units) if by == "unit" else [(key.units, 1.0)])
-    ]
-    found.sort(
+    rows = []
+    for key, cost in _costs(recording).items():
+        shares = _shares(recording, key.units) if by == "unit" else [(key.units, 1.0)]
+        rows += [(part, _row(recording.name_of(part), key, cost, share)) for part, share in shares]
+    rows.sort(
         key=lambda one: (one[0], _OPERATIONS.index(one[1].operation), _PHASES.index(one[1].phase))
     )
-    return [
-        _row(recording.name_of(part), key, costs[key], share, slowest.get(key))
-        for part, key, share in found
-    ]
+    return [row for _, row in rows]
 
 
 def _costs(recording: Recording) -> dict[_Key, _Cost]:
     count = len(recording.iterations)
     costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
     for iteration in recording.iterations:
-        for span in iteration.of(*COLLECTIVES, *OPTIMIZER):
+        for index, span in enumerate(iteration.spans):
+            if span.work not in (*COLLECTIVES, *OPTIMIZER):
+                continue
             cost = costs[_Key.of(span)]
             cost.collectives += 1 / count
             cost.nbytes += span.nbytes / count
             cost.wire += span.seconds / count
             if span.work == "step":  # no wait: the compute stream runs it
                 cost.causes[Cause.OPTIMIZER.value] += span.seconds / count
-    for exposures in recording.exposures:
-        for exposure in exposures:
-            key = _Key(exposure.units, exposure.operation, exposure.phase)
-            costs[key].causes[exposure.cause.value] += exposure.seconds / count
+            late = recording.late.get((iteration.number, index))
+            if late is not None and late.spread > PAUSE:
+                cost.behind[late.rank] += round(late.spread * 1e6)
+    for exposure in itertools.chain(*recording.exposures):
+        key = _Key(exposure.units, exposure.operation, exposure.phase)
+        costs[key].causes[exposure.cause.value] += exposure.seconds / count
     return costs
 
 
@@ -197,16 +190,13 @@ def _shares(
     recording: Recording, units: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield each unit of a bucket with its share of the bucket's bytes."""
-    if units == _EVERY_UNIT:
-        yield units, 1.0
-        return
-    members = recording.members(units)
+    members = recording.members(units)  # of all units, (-1, -1), it is -1
     total = sum(recording.sizes[number] for number in members)
     for number in members:
         yield (number, number), recording.sizes[number] / total if total else 1 / len(members)
 
 
-def _row(name: str, key: _Key, cost: _Cost, share: float, slowest: int | None) -> Row:
+def _row(name: str, key: _Key, cost: _Cost, share: float) -> Row:
     causes = {name: seconds * share for name, seconds in cost.causes.items()}
     exposed = sum(causes.values())
     wire = cost.wire * share
@@ -217,25 +207,8 @@ def _row(name: str, key: _Key, cost: _Cost, share: float, slowest: int | None) -
         collectives=cost.collectives,
         nbytes=cost.nbytes * share,
         wire=wire,
-        hidden=_hidden(wire, exposed),
+        hidden=max(0.0, wire - exposed),  # a wait may be longer than the wire was busy
         exposed=exposed,
         causes=causes,
-        slowest=slowest,
+        slowest=cost.behind.most_common(1)[0][0] if cost.behind else None,
     )
-
-
-def _hidden(wire: float, exposed: float) -> float:
-    """Return the hidden seconds on the wire; a wait may be longer than the wire was busy."""
-    return max(0.0, wire - exposed)
-
-
-def _slowest(recording: Recording) -> dict[_Key, int]:
-    """Return the worst straggler of each row, by its seconds, counting noticeable delays only."""
-    behind: defaultdict[_Key, Counter[int]] = defaultdict(Counter)
-    for iteration in recording.iterations:
-        for index, span in enumerate(iteration.spans):
-            found = recording.late.get((iteration.number, index))
-            if found is not None and found.spread > PAUSE:
-                microseconds = round(found.spread * 1e6)
-                behind[_Key.of(span)][found.rank] += microseconds
-    return {key: ranks.most_common(1)[0][0] for key, ranks in behind.items()}
