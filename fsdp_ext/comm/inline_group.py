@@ -29,21 +29,9 @@ def is_inline(group: dist.ProcessGroup) -> bool:
     return type(group) is not dist.ProcessGroup or host_backend(group) not in _SERVE_ANY_THREAD
 
 
-def refuse_inline_group(group: dist.ProcessGroup, device: torch.device, caller: str) -> None:
-    """Raise NotImplementedError if lanes over ``group`` would be inline.
-
-    Call it before ranks compare arguments: the group may lack the collectives for that.
-    """
-    _refuse(device.type == "cpu" and is_inline(group), caller)
-
-
-def refuse_inline(lanes: _C.Lanes, caller: str) -> None:
+def refuse_inline(lanes_are_inline: bool, caller: str) -> None:
     """Raise NotImplementedError if collectives run on the thread that trains."""
-    _refuse(lanes.is_inline, caller)
-
-
-def _refuse(is_refused: bool, caller: str) -> None:
-    if is_refused:
+    if lanes_are_inline:
         raise NotImplementedError(
             f"{caller} does not support process groups whose collectives run on the thread that "
             "trains, because nothing overlaps them: all of their time is exposed. Use gloo."

@@ -289,11 +289,11 @@ def check_lanes() -> None:
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:
     """Make the lanes of the host, over shared memory where that is possible."""
     shared = connect_through_memory(group, transport, timeout_of(group, device))
-    if shared.lanes is not None:
-        return shared.lanes
+    if isinstance(shared, _C.Lanes):
+        return shared
     if is_inline(group):
         return _inline_lanes(group, device)
-    return _process_group_lanes(group, device, shared.on_host)
+    return _process_group_lanes(group, device, shared)
 
 
 def _inline_lanes(group: dist.ProcessGroup, device: torch.device) -> _C.Lanes:

@@ -267,7 +267,10 @@ class Rendezvous:
             self._answered = time.monotonic()
             if waited - looked >= _PROCESS_CHECK_INTERVAL:
                 looked = waited
-                self._find_process(index)
+                if index not in self._processes:
+                    identity = read_process(self._store, index)
+                    if identity is not None:
+                        self._processes[index] = identity
                 process = self._ended_process(index)
                 if process is not None and not self._store.check([key]):
                     self._raise_ended(index, process)
@@ -295,12 +298,6 @@ class Rendezvous:
         ) from error
 
     # - Ranks that have ended
-
-    def _find_process(self, index: int) -> None:
-        if index not in self._processes:
-            identity = read_process(self._store, index)
-            if identity is not None:
-                self._processes[index] = identity
 
     def _ended_process(self, index: int) -> int | None:
         """Return the process id of a rank that is known to have ended."""

@@ -54,18 +54,14 @@ def called_by_all(
         yield
         return
     for group in groups:
-        _call_roll(group, caller, timeout)
+        store = store_of(group) if group.size() > 1 else None
+        if store is not None:
+            _RollCall(group, store, caller).wait(timeout)
     token = _is_called.set(True)
     try:
         yield
     finally:
         _is_called.reset(token)
-
-
-def _call_roll(group: dist.ProcessGroup, caller: str, timeout: timedelta) -> None:
-    store = store_of(group) if group.size() > 1 else None
-    if store is not None:
-        _RollCall(group, store, _counts.get(group, 0), caller).wait(timeout)
 
 
 class _RollCall:
@@ -75,13 +71,13 @@ class _RollCall:
     last rank that leaves deletes all keys.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Store, number: int, caller: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Store, caller: str) -> None:
         self._group = group
         self._store = store
         self._caller = caller
         self._index = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
-        self._number = number
+        self._number = _counts.get(group, 0)
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all ranks have come."""

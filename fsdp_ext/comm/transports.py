@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -149,23 +148,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return _DEFAULT_TIMEOUT
 
 
-@dataclass(frozen=True)
-class SharedMemory:
-    """How ranks share memory: either all of them, or those of each host.
-
-    Args:
-        lanes: the lanes, if all ranks are on one host.
-        on_host: the ranks of this host, for the lanes of a process group, if there are several
-            hosts.
-    """
-
-    lanes: _C.Lanes | None = None
-    on_host: _C.HostLanes | None = None
-
-
 def connect_through_memory(
     group: dist.ProcessGroup, asked: str | None, timeout: timedelta
-) -> SharedMemory:
+) -> _C.Lanes | _C.HostLanes | None:
     """Connect the ranks that can share memory. All ranks of the group call this.
 
     Note [which ranks share memory]: ranks of one machine, by its boot id, try. If there are several
@@ -182,7 +167,8 @@ def connect_through_memory(
         timeout: the longest wait for another rank.
 
     Returns:
-        How ranks share memory; nothing if none do. A warning says why, unless the
+        The lanes if all ranks are on one host. If there are several hosts, this host's ranks, for
+        the lanes of a process group. None if no ranks share memory. A warning says why, unless the
         process group was asked for, or every rank is on a machine of its own.
 
     Raises:
@@ -191,7 +177,7 @@ def connect_through_memory(
     """
     shares = may_share_memory(group, asked)
     if not shares and (group.size() == 1 or host_backend(group) != "gloo"):
-        return SharedMemory()
+        return None
     endpoint: _C.SharedMemoryEndpoint | None = None
     reason = ""
     rank = dist.get_global_rank(group, dist.get_rank(group))
@@ -201,15 +187,17 @@ def connect_through_memory(
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
+    # The fields have fixed lengths, since an offer that another attempt has left may be anything.
     head = (asked or "").encode().ljust(_NAME_LENGTH)
     host = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
     rendezvous = Rendezvous(group, head + host + address, timeout)
     names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
     machines = [offer[_NAME_LENGTH:][:_MACHINE_LENGTH] for offer in rendezvous.offers]
-    hosts = _numbered(machines)
-    host_count, rank_count = len(set(hosts)), len(hosts)
     addresses = [offer[_NAME_LENGTH + _MACHINE_LENGTH :] for offer in rendezvous.offers]
-    shared = SharedMemory()
+    number_of = {one: number for number, one in enumerate(dict.fromkeys(machines))}
+    hosts = [number_of[one] for one in machines]
+    host_count, rank_count = len(set(hosts)), len(hosts)
+    shared: _C.Lanes | _C.HostLanes | None = None
     if host_count > 1 and asked == "shared_memory":
         reason = f"its {rank_count} ranks are on {host_count} machines"
     elif endpoint is not None and all(addresses) and len(set(names)) == 1:
@@ -231,13 +219,7 @@ def connect_through_memory(
             f"fsdp_ext uses the process group's own collectives, which are slower than shared "
             f"memory: {failures[0]} (pass transport='process_group' to silence this)"
         )
-    return shared if not failures else SharedMemory()
-
-
-def _numbered(machines: Sequence[bytes]) -> list[int]:
-    """Return the number of each rank's machine, in the order in which they come first."""
-    numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(machine, len(numbers)) for machine in machines]
+    return shared if not failures else None
 
 
 def _connect(
@@ -246,17 +228,16 @@ def _connect(
     hosts: Sequence[int],
     rank: int,
     timeout: timedelta,
-) -> SharedMemory:
+) -> _C.Lanes | _C.HostLanes | None:
     seconds = timeout.total_seconds()
     host_count = len(set(hosts))
     if host_count == 1:
         host_timeout = seconds + GRACE.total_seconds()
-        lanes = _C.Lanes.shared_memory(endpoint, addresses, rank, seconds, host_timeout)
-        return SharedMemory(lanes=lanes)
+        return _C.Lanes.shared_memory(endpoint, addresses, rank, seconds, host_timeout)
     if host_count == len(hosts):
-        return SharedMemory()
+        return None
     longest = seconds + _GRACE_ON_HOST.total_seconds()
-    return SharedMemory(on_host=endpoint.connect_on_host(addresses, hosts, rank, longest))
+    return endpoint.connect_on_host(addresses, hosts, rank, longest)
 
 
 def _check_agreement(rendezvous: Rendezvous, names: list[str]) -> None:

@@ -70,7 +70,7 @@ class profile(Recording):
 
     def __init__(self, model: nn.Module, iterations: int = 64) -> None:
         self._root = running_root(model, "profile")
-        refuse_inline(self._root.lanes, "profile")
+        refuse_inline(self._root.lanes.is_inline, "profile")
         refuse_several_meshes(self._root.units, "profile")
         if not is_at_least(iterations, 1, MOST_STEPS):
             raise ValueError(

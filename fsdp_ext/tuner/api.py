@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_ext._util.losses import mean_of_output
-from fsdp_ext.comm.inline_group import refuse_inline_group
+from fsdp_ext.comm.inline_group import is_inline, refuse_inline
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import together
 from fsdp_ext.sharding.root.auto import remember
@@ -91,7 +91,9 @@ def tune(
             in those that measure costs, with the setting before, or with all others.
     """
     units = units_of(model)
-    refuse_inline_group(units[0].ranks.shard_group, units[0].device, "tune")
+    on_host = units[0].device.type == "cpu"
+    # Before ranks compare arguments: the group may lack the collectives for that.
+    refuse_inline(on_host and is_inline(units[0].ranks.shard_group), "tune")
     refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):
         check_arguments(loss, memory_limit, optimizer_states, steps, verbose)

@@ -45,6 +45,7 @@ class Way:
     reaches_all: bool = True
 
 
+@dataclass
 class Trainee:
     """A copy that trains.
 
@@ -55,21 +56,20 @@ class Trainee:
         weight: the factor of this rank's loss.
     """
 
-    def __init__(self, model: nn.Module, subject: Subject, way: Way, weight: float = 1.0) -> None:
-        self.model = model
-        self._subject = subject
-        self._way = way
-        self._weight = weight
+    model: nn.Module
+    subject: Subject
+    way: Way
+    weight: float = 1.0
 
     def step(self) -> list[tuple[str, Tensor]]:
         """Run forward and backward; return the losses and the gradients of the batch by name."""
         is_sharded = unit_of(self.model) is not None
-        policy = self._subject.policy
+        policy = self.subject.policy
         losses, leaves = [], []
         with contextlib.nullcontext() if is_sharded else computing_in(self.model, policy):
             self._disturb()
-            for _ in range(self._way.forwards):
-                loss, of_batch = self._subject.forward_and_loss(self.model, self._weight)
+            for _ in range(self.way.forwards):
+                loss, of_batch = self.subject.forward_and_loss(self.model, self.weight)
                 losses.append(loss)
                 leaves += of_batch
             self._disturb()
@@ -85,7 +85,7 @@ class Trainee:
         unit = unit_of(self.model)
         root: Root | None = None if unit is None else unit.root
         if root is not None and not root.is_provisional:
-            self._way.disturb(root)
+            self.way.disturb(root)
 
     def update(self) -> None:
         """Run an optimizer's step and clear the gradients."""
@@ -141,47 +141,23 @@ def _compare_gradients(
         if not shard.requires_grad or shard not in reductions:
             param.grad = None
             continue
-        users = [rank for rank, of_rank in enumerate(dtypes) if name in of_rank]
+        seen = None if shard.grad is None else rows_of(shard.grad)
+        users = {rank: of_rank[name] for rank, of_rank in enumerate(dtypes) if name in of_rank}
         if not users:
-            seen = None if shard.grad is None else rows_of(shard.grad)
             # set_reduce_scatter_unused_params(True) gives zeros to parameters that no rank uses.
             expected = None if seen is None or way.reaches_all else torch.zeros_like(seen)
             comparison.add(name, "its gradient", expected, seen)
             continue
-        param.grad = _compare_gradient(
-            comparison, name, param, shard, reductions[shard], {r: dtypes[r][name] for r in users}
-        )
-
-
-def _compare_gradient(
-    comparison: Comparison,
-    name: str,
-    param: nn.Parameter,
-    shard: nn.Parameter,
-    reduction: Reduction,
-    users: dict[int, torch.dtype],
-) -> Tensor:
-    """Compare an averaged gradient, and return it.
-
-    Args:
-        comparison: gets the result.
-        name: that of the parameter.
-        param: the unsharded parameter with this rank's own gradient.
-        shard: the sharded parameter.
-        reduction: how its gradient is reduced.
-        users: the ranks that have a gradient, and its dtype.
-    """
-    dtype = next(iter(users.values()))
-    own = param.grad if param.grad is not None else torch.zeros_like(param, dtype=dtype)
-    gathered = gather(own)
-    gradients = [g if rank in users else None for rank, g in enumerate(gathered)]
-    result = reduction.result(gradients, param)
-    seen = None if shard.grad is None else rows_of(shard.grad)
-    bound = None if reduction.is_exact else _rows(reduction.bound(gradients, param), shard)
-    comparison.add(name, "its gradient", _rows(result, shard), seen, bound)
-    if not reduction.is_exact and isinstance(shard.grad, DTensor):
-        return shard.grad.full_tensor()  # so that rounding does not add up over steps
-    return result
+        reduction, own = reductions[shard], param.grad
+        if own is None:
+            own = torch.zeros_like(param, dtype=next(iter(users.values())))
+        gradients = [g if rank in users else None for rank, g in enumerate(gather(own))]
+        result = reduction.result(gradients, param)
+        bound = None if reduction.is_exact else _rows(reduction.bound(gradients, param), shard)
+        comparison.add(name, "its gradient", _rows(result, shard), seen, bound)
+        if not reduction.is_exact and isinstance(shard.grad, DTensor):
+            result = shard.grad.full_tensor()  # so that rounding does not add up over steps
+        param.grad = result
 
 
 def _compare_state(comparison: Comparison, plain: nn.Module, sharded: nn.Module) -> None:
