@@ -23,8 +23,6 @@ class CopyStreams:
 
     def copy_in(self, portion: Portion) -> None:
         """Copy states to the device, once earlier ones have left the staging tensor."""
-        assert portion.host is not None
-        assert portion.device is not None
         self._in.wait_stream(self._back)
         with self._module.stream(self._in):
             portion.device.copy_(portion.host, non_blocking=True)
@@ -35,8 +33,6 @@ class CopyStreams:
 
     def copy_back(self, portion: Portion) -> None:
         """Copy states to the host, once the current stream has stepped them."""
-        assert portion.host is not None
-        assert portion.device is not None
         self._back.wait_stream(self._module.current_stream())
         with self._module.stream(self._back):
             portion.host.copy_(portion.device, non_blocking=True)

@@ -14,6 +14,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _ALIGNMENT = 64  # bytes, of each state in the memory of a portion
 
 
@@ -31,15 +32,15 @@ class Portion:
     entries: StateEntries | None = None  # those of offloaded states are noted
     on_host: list[torch.Tensor] = field(default_factory=list)
     on_device: list[torch.Tensor] = field(default_factory=list)
-    host: torch.Tensor | None = None  # the memory of them all
-    device: torch.Tensor | None = None  # a part of a staging tensor
+    host: torch.Tensor = _NOTHING  # the memory of them all
+    device: torch.Tensor = _NOTHING  # a part of a staging tensor
 
     def params(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(self.by_group)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.host is None else self.host.numel()
+        return self.host.numel()
 
     def has_only(self, states: dict[Any, Any], tensors: list[torch.Tensor]) -> bool:
         """Return whether the optimizer has exactly these dicts and tensors for the parameters.
@@ -79,7 +80,7 @@ class Portion:
     def leave(self) -> None:
         """Forget the tensors that place() makes."""
         self.on_device = []
-        self.device = None
+        self.device = _NOTHING
 
     def place(self, staging: torch.Tensor) -> None:
         """Make the tensors that the optimizer has while it steps this portion."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -158,7 +159,7 @@ class OffloadedStates:
     def _place(self) -> None:
         """Make the staging tensors as large as needed, and portions over them."""
         moving = [portion for portion in self._portions if portion.nbytes]
-        if all(portion.device is not None for portion in moving):
+        if all(portion.device.numel() for portion in moving):
             return
         most = max(portion.nbytes for portion in moving)
         turns = min(2, len(moving))
@@ -193,31 +194,22 @@ class OffloadedStates:
         for param, values in optimizer.state.items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 if isinstance(value, _Held):
-                    values[name] = _as_torch_loads(param, value.value, moves=param not in owners)
+                    loaded = value.value
+                    if isinstance(param, torch.Tensor) and param.is_floating_point():
+                        loaded = loaded.to(param.dtype)  # as load_state_dict does
+                    if isinstance(param, torch.Tensor) and param not in owners:
+                        loaded = loaded.to(param.device)
+                    values[name] = loaded
         for portion in self._sharded():
             portion.settle(optimizer.state)
-
-
-def _as_torch_loads(param: Any, value: torch.Tensor, *, moves: bool) -> torch.Tensor:
-    """Return a loaded state in the dtype that load_state_dict gives it, and on its device.
-
-    Args:
-        param: the state's parameter.
-        value: the state.
-        moves: whether it goes to the parameter's device.
-    """
-    is_cast = isinstance(param, torch.Tensor) and param.is_floating_point()
-    if is_cast:
-        value = value.to(param.dtype)
-    return value.to(param.device) if moves and isinstance(param, torch.Tensor) else value
 
 
 def params_by_group(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     return [group["params"] for group in optimizer.param_groups]
 
 
+@dataclass
 class _Held:
     """A state that load_state_dict shall not move to the GPU."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+    value: torch.Tensor

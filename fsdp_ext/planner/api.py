@@ -49,7 +49,6 @@ from fsdp_ext.sharding.api.arguments import (
 )
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.root.module_state import sharded_module
-from fsdp_ext.sharding.root.unit import Unit
 
 
 def plan(
@@ -177,7 +176,9 @@ def plan(
     transports = (target.transport, target.replica_transport)
     ranks = target.ranks
     typical = link_of_buckets(transports, target.asked, ranks.shards, ranks.replicas)
-    root = _planned_root(copied, typical, unit, overrides)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    decision = unit.root.decision if unit is not None and unit.root is not None else None
+    root = PlannedRoot(copied, typical, decision, **given)
     check_groups(root.units)
     set_attached(root.units, optimizer_attached)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
@@ -191,14 +192,6 @@ def plan(
     result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
-
-
-def _planned_root(
-    copied: nn.Module, typical: Link, unit: Unit | None, overrides: Mapping[str, Any]
-) -> PlannedRoot:
-    given = {name: value for name, value in overrides.items() if value is not None}
-    decision = unit.root.decision if unit is not None and unit.root is not None else None
-    return PlannedRoot(copied, typical, decision, **given)
 
 
 def _seconds(

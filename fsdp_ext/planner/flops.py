@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,18 +44,24 @@ def count_flops(
     counter = FlopCounterMode(display=False)
     flops = _FlopsOfUnits(model, counter, units)
     arguments = tuple(batch) if isinstance(batch, list) else batch
-    shapes = tree_map_only(Tensor, _shape_alone, arguments)
+    shapes = tree_map_only(
+        Tensor,
+        lambda x: torch.empty_like(x, device="meta", requires_grad=x.requires_grad),
+        arguments,
+    )
     try:
         with torch.device("meta"), counter, flops.hooks(), flops:
-            output = output_of(model, shapes)
-            losses = [leaf.float().sum() for leaf in _trainable(output)]
+            leaves = tree_leaves(output_of(model, shapes))
+            trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            losses = [leaf.float().sum() for leaf in trained]
             flops.end_forward()
             if losses:
                 torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:
+        why = (str(error).strip() or "no message").splitlines()[0]
         raise ValueError(
             f"plan could not count flops: {type(model).__name__} raised {type(error).__name__} on "
-            f"the meta device with this batch ({_first_line(error)}). Pass a batch that fits, or "
+            f"the meta device with this batch ({why}). Pass a batch that fits, or "
             "compute= with measured seconds of each unit."
         ) from error
     if not losses:
@@ -63,18 +70,6 @@ def count_flops(
             "a gradient. Let some parameter require one."
         )
     return list(zip(flops.forward, flops.backward, strict=True))
-
-
-def _shape_alone(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
-
-
-def _trainable(output: Any) -> Iterator[Tensor]:
-    return (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
 
 
 class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,7 +112,7 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow which units run."""
         with contextlib.ExitStack() as stack:
             for module, number in self._modules:
-                begin, end = self._begin(number), self._end
+                begin, end = functools.partial(self._begin, number), self._end
                 stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
                 # Checkpoints end a forward that they run again by an exception.
                 stack.callback(module.register_forward_hook(end, always_call=True).remove)
@@ -151,12 +146,9 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unit = self._units_of_nodes[index] if index >= 0 else None
         return self._newest if unit is None else unit
 
-    def _begin(self, number: int) -> Any:
-        def begin(*_: Any) -> None:
-            self._running.append(number)
-            self._note()
-
-        return begin
+    def _begin(self, number: int, *_: Any) -> None:
+        self._running.append(number)
+        self._note()
 
     def _end(self, *_: Any) -> None:
         self._running.pop()

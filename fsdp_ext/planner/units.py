@@ -209,14 +209,11 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
             f"plan got a {type(model).__name__} in which only modules inside are sharded. Call "
             "fully_shard on the whole model, too, as the last one."
         )
-    planned: dict[int, PlannedUnit] = {}
+    planned = {unit: PlannedUnit.like(unit, ranks, copies) for unit in units}
     for module in model.modules():
         its_unit = unit_of(module)
         if its_unit is not None:
-            if id(its_unit) not in planned:
-                planned[id(its_unit)] = PlannedUnit.like(its_unit, ranks, copies)
-            copy = copies[module]
-            set_state(copy, ModuleState(copy, (planned[id(its_unit)],)))
+            set_state(copies[module], ModuleState(copies[module], (planned[its_unit],)))
     return copied
 
 
@@ -301,6 +298,7 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
     check_containers([module])
     params = managed_params([module], set())
     name = type(module).__name__
+    planned = []
     for param, param_name in params.items():
         check_parameter(param_name, param, torch.device("meta"))
         if isinstance(param, DTensor):
@@ -308,10 +306,7 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
                 f"plan does not support tensor parallelism yet, and parameter '{param_name}' is a "
                 "DTensor. Plan the model before parallelize_module."
             )
-    planned = [
-        PlannedParam(param_name, param, keeps_dtype(settings.mp_policy, param_name, param))
-        for param, param_name in params.items()
-    ]
-    for each in planned:
-        mark_sharded(each.parameter, each.parameter, each.name, name)
+        keeps = keeps_dtype(settings.mp_policy, param_name, param)
+        planned.append(PlannedParam(param_name, param, keeps))
+        mark_sharded(param, param, param_name, name)
     set_state(module, ModuleState(module, (PlannedUnit(name, planned, ranks, settings),)))
