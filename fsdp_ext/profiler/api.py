@@ -77,24 +77,7 @@ class profile(Recording):
                 f"profile got iterations={iterations!r}. Keep from 1 to {MOST_STEPS} steps."
             )
         self._impl = self._root.impl
-        units, sizes = self._root.units, self._impl.unsharded_bytes()
-        trainable = [
-            sum(param.sharded.numel() for param in unit.params if param.requires_grad)
-            for unit in units
-        ]
-        super().__init__(
-            names=[unit.name for unit in units],
-            sizes=sizes,
-            # Units with equal bytes and equally many trained elements are assumed to compute alike.
-            kinds=list(zip(sizes, trainable, strict=True)),
-            transport=self._root.lanes.transport,
-            is_simulated=self._root.lanes.is_simulated,
-            rank=units[0].ranks.rank_in_mesh,
-            world_size=units[0].ranks.world_size,
-            on_gpu=units[0].device.type == "cuda",
-            kept=iterations,
-            replicas=units[0].ranks.replicas,
-        )
+        super().__init__(self._root, iterations)
 
     def __enter__(self) -> profile:
         """Begin to record; the next forward is the first in the recording."""

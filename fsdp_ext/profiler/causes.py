@@ -281,8 +281,15 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     late = step.late(awaited)
     if late is not None:
         parts.cut(late.seconds, Cause.LATE_RANK, late.rank)
-    _cut_idle(step, parts)
-    parts.cut(parts.left, Cause.FIRST if _is_first(step, wait) else Cause.BANDWIDTH)
+    start, idle = _idle_before(step, awaited, wait)
+    is_first = _is_first(step, wait)
+    if is_first:
+        idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
+    # An earlier start of the lane would have hidden this part.
+    early = min(parts.left, max(sum(idle.values()) - step.used[start], 0.0))
+    step.used[start] += early
+    parts.cut_shares(early, idle)
+    parts.cut(parts.left, Cause.FIRST if is_first else Cause.BANDWIDTH)
     return parts.found
 
 
@@ -298,16 +305,6 @@ def _late_wakeup(step: _Step, wait: Span, awaited: Span) -> float:
     )
     seconds = wait.end - max(done, wait.begin)
     return seconds if seconds > PAUSE and done <= wait.end else 0.0
-
-
-def _cut_idle(step: _Step, parts: _Parts) -> None:
-    """Cut off the part that an earlier start of the lane would have hidden."""
-    start, idle = _idle_before(step, parts.awaited, parts.wait)
-    if _is_first(step, parts.wait):
-        idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
-    early = min(parts.left, max(sum(idle.values()) - step.used[start], 0.0))
-    step.used[start] += early
-    parts.cut_shares(early, idle)
 
 
 def _is_first(step: _Step, wait: Span) -> bool:

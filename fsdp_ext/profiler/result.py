@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from fsdp_ext.profiler.causes import Context, Exposure, Lateness, explain, typical_seconds
 from fsdp_ext.profiler.recording import Iteration
 from fsdp_ext.profiler.slowdown import Slowdown, slowdown
+from fsdp_ext.sharding.root.root import Root
 
 
-@dataclass(eq=False, repr=False)
 class Recording:
     """The steps of one rank, of all ranks after a merge, and the names for reports.
 
@@ -37,22 +36,27 @@ class Recording:
             ``time.time_ns()``, when the block ended.
     """
 
-    names: list[str]
-    sizes: list[int]
-    kinds: Sequence[Hashable]
-    transport: str
-    is_simulated: bool
-    rank: int
-    world_size: int
-    on_gpu: bool
-    kept: int
-    lost: int = 0
-    prefetch_depth: int = 0
-    buckets: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    by_rank: dict[int, list[Iteration]] = field(default_factory=dict)
-    late: Mapping[tuple[int, int], Lateness] = field(default_factory=dict)
-    replicas: int = 1
-    wall_clock: int = 0
+    def __init__(self, root: Root, kept: int) -> None:
+        units, first = root.units, root.units[0]
+        self.names = [unit.name for unit in units]
+        self.sizes = root.impl.unsharded_bytes()
+        trainable = [
+            sum(param.sharded.numel() for param in unit.params if param.requires_grad)
+            for unit in units
+        ]
+        # Units with equal bytes and equally many trained elements are assumed to compute alike.
+        self.kinds: Sequence[Hashable] = list(zip(self.sizes, trainable, strict=True))
+        self.transport = root.lanes.transport
+        self.is_simulated = root.lanes.is_simulated
+        self.rank = first.ranks.rank_in_mesh
+        self.world_size = first.ranks.world_size
+        self.on_gpu = first.device.type == "cuda"
+        self.kept = kept
+        self.replicas = first.ranks.replicas
+        self.lost = self.prefetch_depth = self.wall_clock = 0
+        self.buckets: dict[tuple[int, int], Sequence[int]] = {}
+        self.by_rank: dict[int, list[Iteration]] = {}
+        self.late: Mapping[tuple[int, int], Lateness] = {}
 
     def _update(self, **changes: Any) -> None:
         """Set attributes, and forget the exposures that were computed from them."""

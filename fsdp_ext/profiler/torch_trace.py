@@ -8,37 +8,24 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_ext.profiler.result import Recording
 
 
-@dataclass(frozen=True)
-class TorchTrace:
-    """A trace of torch.profiler.
-
-    Args:
-        document: the trace, in Chrome's trace event format.
-        start: the time of 0 microseconds of its events, in seconds of ``time.monotonic()``.
-        free_process: a number above those of its processes.
-    """
-
-    document: dict[str, Any]
-    start: float
-    free_process: int
-
-
-def read_torch_trace(path: Path, recording: Recording) -> TorchTrace:
+def read_torch_trace(path: Path, recording: Recording) -> dict[str, Any]:
     """Read a trace of torch.profiler that was recorded while ``recording`` was.
+
+    Returns:
+        The trace, in Chrome's trace event format.
 
     Raises:
         OSError: if ``path`` cannot be read.
         ValueError: if it is no such trace, or was recorded at another time.
     """
     document = _read(path)
-    start = (document["baseTimeNanoseconds"] - recording.wall_clock) / 1e9
+    start = start_of(document, recording)
     events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
     begin, end = recording.iterations[0].begin, recording.iterations[-1].end
     if not any(begin < start + event["ts"] / 1e6 < end for event in events):
@@ -46,8 +33,13 @@ def read_torch_trace(path: Path, recording: Recording) -> TorchTrace:
             f"{path} has no event of the steps that this profile recorded. Let torch.profiler and "
             "fsdp_ext.profile record the same steps, in one process."
         )
-    processes = [event["pid"] for event in events if isinstance(event["pid"], int)]
-    return TorchTrace(document, start, max(processes, default=0) + 1)
+    return document
+
+
+def start_of(document: dict[str, Any], recording: Recording) -> float:
+    """Return the time of 0 microseconds of its events, in seconds of ``time.monotonic()``."""
+    seconds: float = (document["baseTimeNanoseconds"] - recording.wall_clock) / 1e9
+    return seconds
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fsdp_ext.profiler.recording import (
     Span,
 )
 from fsdp_ext.profiler.result import Recording
-from fsdp_ext.profiler.torch_trace import TorchTrace
+from fsdp_ext.profiler.torch_trace import start_of
 
 # Rows of a trace from top to bottom. Viewers need spans of one row to follow or enclose each other.
 # Copies of one kind run in order, but copies of different kinds may overlap.
@@ -31,7 +31,7 @@ def _row_of(span: Span) -> str:
     return "compute" if span.work in (*COMPUTE, *WAITS, "step") else "passes"
 
 
-def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str, Any]:
+def trace_of(recording: Recording, beside: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a profile in Chrome's trace event format, which Perfetto reads.
 
     Each rank is a process. Its rows are the passes, compute (units, waits and the optimizer),
@@ -46,7 +46,11 @@ def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str
     events: list[dict[str, Any]] = []
     begin = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
     # The time of 0 microseconds, and the number of rank 0's process.
-    start, first = (begin, 0) if beside is None else (beside.start, beside.free_process)
+    start, first = begin, 0
+    if beside is not None:
+        pids = [event["pid"] for event in beside["traceEvents"] if event.get("ph") == "X"]
+        first = max((pid for pid in pids if isinstance(pid, int)), default=0) + 1
+        start = start_of(beside, recording)
     for rank, iterations in recording.ranks.items():
         works = {span.work for iteration in iterations for span in iteration.spans}
         rows = [row for row in _ROWS if row not in _OPTIONAL or row in works]
@@ -55,11 +59,13 @@ def trace_of(recording: Recording, beside: TorchTrace | None = None) -> dict[str
             for number, span in enumerate(iteration.spans):
                 event = _event(recording, first + rank, iteration.number, span, start)
                 event["args"] |= _since_reduction(iteration, span)
-                if rank == recording.rank:
-                    event["args"] |= _lateness(recording, iteration, number)
+                late = recording.late.get((iteration.number, number))
+                if late is not None and rank == recording.rank:
+                    event["args"]["slowest rank"] = late.rank
+                    event["args"]["first to last rank (us)"] = round(late.spread * 1e6, 1)
                 events.append(event)
     if beside is not None:
-        return {**beside.document, "traceEvents": [*beside.document["traceEvents"], *events]}
+        return {**beside, "traceEvents": [*beside["traceEvents"], *events]}
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -75,16 +81,6 @@ def _headings(process: int, name: str, rows: Sequence[str]) -> list[dict[str, An
 
 def _metadata(kind: str, process: int, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": arguments}
-
-
-def _lateness(recording: Recording, iteration: Iteration, number: int) -> dict[str, Any]:
-    late = recording.late.get((iteration.number, number))
-    if late is None:
-        return {}
-    return {
-        "slowest rank": late.rank,
-        "first to last rank (us)": round(late.spread * 1e6, 1),
-    }
 
 
 def _since_reduction(iteration: Iteration, span: Span) -> dict[str, Any]:
