@@ -50,10 +50,8 @@ def typical_replica_link(name: str, transport: Transport, shards: int, replicas:
         shards: how many ranks shard the model together.
         replicas: how many ranks have the same shard.
     """
-    if isinstance(transport, Simulated) and transport.replica_link is not None:
-        return transport.replica_link.over(replicas)
     if isinstance(transport, Simulated):
-        return transport.link.between_replicas(shards, replicas)
+        return transport.link_between(shards, replicas)
     if name in OF_GPUS:
         return H100_CLUSTER.between_replicas(shards, replicas)
     return typical_link(name, transport, replicas)

@@ -96,7 +96,7 @@ class Simulated:
                 f"Simulated got the link '{self.link.name}' with one_wire=True, but simulated "
                 "gathers and reductions have a wire each. Pass a link with one_wire=False."
             )
-        self._link_between_replicas()
+        self.link_between(self.shards, self.replicas)
 
     @property
     def shards(self) -> int:
@@ -120,17 +120,18 @@ class Simulated:
         return replace(
             self,
             world_size=self.replicas,
-            link=self._link_between_replicas(),
+            link=self.link_between(self.shards, self.replicas),
             rank=self.rank // self.shards,
             seed=self.seed + 1,
             replicas=1,
             replica_link=None,
         )
 
-    def _link_between_replicas(self) -> Link:
+    def link_between(self, shards: int, replicas: int) -> Link:
+        """Return the link between ``replicas`` of a model that ``shards`` ranks shard."""
         if self.replica_link is not None:
-            return self.replica_link.over(self.replicas)
-        return self.link.between_replicas(self.shards, self.replicas)
+            return self.replica_link.over(replicas)
+        return self.link.between_replicas(shards, replicas)
 
     def init_process_group(self) -> None:
         """Initialise a "fake" process group of the simulated ranks, unless there is a group."""

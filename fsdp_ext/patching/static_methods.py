@@ -15,37 +15,29 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullySharded
 
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
-# The methods that were defined in the class itself, not in one of its bases.
+# The replaced methods that the class itself defines; None for those of its bases.
 _own: dict[str, Any] = {}
 _fsdp_modules = FullyShardedDataParallel.fsdp_modules
 
 
-def _names() -> list[str]:
-    return [
-        name
-        for name, value in vars(TorchFullyShardedDataParallel).items()
-        if isinstance(value, (staticmethod, classmethod))
-        and not name.startswith("_")
-        and hasattr(FullyShardedDataParallel, name)
-    ]
-
-
 def serve_both() -> None:
     """Let the static methods call PyTorch's for models without fsdp_ext's wrappers."""
-    for name in _names():
-        if name in vars(FullyShardedDataParallel):
-            _own[name] = vars(FullyShardedDataParallel)[name]
-        method = _of_both(getattr(FullyShardedDataParallel, name), name)
-        setattr(FullyShardedDataParallel, name, staticmethod(method))
+    for name, value in vars(TorchFullyShardedDataParallel).items():
+        is_public = isinstance(value, (staticmethod, classmethod)) and not name.startswith("_")
+        if is_public and hasattr(FullyShardedDataParallel, name):
+            _own[name] = vars(FullyShardedDataParallel).get(name)
+            method = _of_both(getattr(FullyShardedDataParallel, name), name)
+            setattr(FullyShardedDataParallel, name, staticmethod(method))
 
 
 def serve_ours() -> None:
     """Undo :func:`serve_both`."""
-    for name in _names():
-        if name in _own:
-            setattr(FullyShardedDataParallel, name, _own.pop(name))
-        else:
+    for name, method in _own.items():
+        if method is None:
             delattr(FullyShardedDataParallel, name)
+        else:
+            setattr(FullyShardedDataParallel, name, method)
+    _own.clear()
 
 
 def _of_both(ours: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -21,32 +21,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import Transport
-from fsdp_ext.planner.arguments import (
-    Target,
-    check_groups,
-    check_memory_arguments,
-    check_time_arguments,
-    check_times,
-    first_unit,
-    resolve_links,
-    resolve_target,
-    seconds_of_units,
-    set_attached,
-)
+from fsdp_ext.planner import arguments
+from fsdp_ext.planner.arguments import Target
 from fsdp_ext.planner.flops import count_flops
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
 from fsdp_ext.planner.times import StepCosts, UnitSeconds, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
-from fsdp_ext.sharding.api.arguments import (
-    check_policy,
-    reshard_over,
-    resolve_bucket_bytes,
-    resolve_keep_gather_inputs,
-    resolve_max_message_bytes,
-    resolve_offload,
-    resolve_prefetch,
-)
+from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.root.module_state import sharded_module
 
@@ -146,32 +128,32 @@ def plan(
     if isinstance(model, nn.Module):
         model = sharded_module(model)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    check_policy(policy)
-    check_memory_arguments("plan", memory_limit, optimizer_states)
-    check_time_arguments(flops_per_second, batch, compute, contention, copies)
-    unit = first_unit(
+    of_sharding.check_policy(policy)
+    arguments.check_memory_arguments("plan", memory_limit, optimizer_states)
+    arguments.check_time_arguments(flops_per_second, batch, compute, contention, copies)
+    unit = arguments.first_unit(
         model,
         units=units,
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
     )
-    target = resolve_target((world_size, replicas), transport, device_type, unit)
+    target = arguments.resolve_target((world_size, replicas), transport, device_type, unit)
     if unit is None:
-        reshard = reshard_over(reshard_after_forward, target.ranks.shards)
+        reshard = of_sharding.reshard_over(reshard_after_forward, target.ranks.shards)
         settings = UnitSettings(
             policy,
             reshard,
-            offloads=resolve_offload(offload_policy, target.device_type),
+            offloads=of_sharding.resolve_offload(offload_policy, target.device_type),
         )
         copied = units_of_plain(model, units, target.ranks, settings)
     else:
         copied = units_of_sharded(model, target.ranks)
     overrides = {
-        "bucket_bytes": resolve_bucket_bytes(bucket_bytes),
-        "prefetch": resolve_prefetch(prefetch),
-        "max_message_bytes": resolve_max_message_bytes(max_message_bytes),
-        "keep_gather_inputs": resolve_keep_gather_inputs("plan", keep_gather_inputs),
+        "bucket_bytes": of_sharding.resolve_bucket_bytes(bucket_bytes),
+        "prefetch": of_sharding.resolve_prefetch(prefetch),
+        "max_message_bytes": of_sharding.resolve_max_message_bytes(max_message_bytes),
+        "keep_gather_inputs": of_sharding.resolve_keep_gather_inputs("plan", keep_gather_inputs),
     }
     transports = (target.transport, target.replica_transport)
     ranks = target.ranks
@@ -179,14 +161,14 @@ def plan(
     given = {name: value for name, value in overrides.items() if value is not None}
     decision = unit.root.decision if unit is not None and unit.root is not None else None
     root = PlannedRoot(copied, typical, decision, **given)
-    check_groups(root.units)
-    set_attached(root.units, optimizer_attached)
+    arguments.check_groups(root.units)
+    arguments.set_attached(root.units, optimizer_attached)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds = _seconds(root, flops, flops_per_second, compute)
-    links = resolve_links(link, replica_link, typical, target)
+    links = arguments.resolve_links(link, replica_link, typical, target)
     costs = None
     if seconds is not None:
-        check_times(root.units, seconds)
+        arguments.check_times(root.units, seconds)
         on_lane = target.device_type == "cuda"
         costs = StepCosts(seconds, links[0], contention, copies, links[1], on_lane)
     result = _result(root, target, links, flops, costs, optimizer_states)
@@ -205,7 +187,7 @@ def _seconds(
         return [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
     if compute is None:
         return None
-    return seconds_of_units(compute, [unit.name for unit in root.units])
+    return arguments.seconds_of_units(compute, [unit.name for unit in root.units])
 
 
 def _result(

@@ -22,14 +22,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.units import Units
 from fsdp_ext.sharding.api.arguments import device_of, resolve_mesh
-from fsdp_ext.verifier import checks
-from fsdp_ext.verifier.arguments import (
-    check_copy,
-    check_model,
-    check_settings,
-    names_of_units,
-    resolve_ranks,
-)
+from fsdp_ext.verifier import arguments, checks
 from fsdp_ext.verifier.checks import Site
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check, Verification
@@ -100,7 +93,7 @@ def verify(
         NotImplementedError: without a process group, with PyTorch 2.11.
         Exception: any error of the unsharded model.
     """
-    check_model(model)
+    arguments.check_model(model)
     verbose = as_bool("verify", "verbose", verbose)
     check_loss_function(loss, "verify")
     if isinstance(transport, Simulated):
@@ -108,7 +101,7 @@ def verify(
             "verify got a Simulated transport, which moves no data, so nothing could be compared. "
             "Leave transport out: without a process group, threads are the ranks."
         )
-    size = resolve_ranks(ranks, model)
+    size = arguments.resolve_ranks(ranks, model)
     has_group = dist.is_available() and dist.is_initialized()
     if not has_group and torch.__version__ < "2.12":
         raise NotImplementedError(
@@ -124,18 +117,18 @@ def verify(
         "max_message_bytes": max_message_bytes,
         "prefetch": prefetch,
     }
-    check_settings(settings, size, "cpu" if mesh is None else mesh.device_type)
+    arguments.check_settings(settings, size, "cpu" if mesh is None else mesh.device_type)
     if not has_group:
         settings["transport"] = "process_group"
     subject = Subject(
         model=model,
         batch=batch,
         loss=loss or functools.partial(mean_of_output, caller="verify"),
-        unit_names=names_of_units(model, units),
+        unit_names=arguments.names_of_units(model, units),
         settings=settings,
         device=torch.device("cpu") if mesh is None else device_of(mesh),
     )
-    check_copy(subject)
+    arguments.check_copy(subject)
     with random_state_kept():
         found = _in_group(subject, mesh) if mesh is not None else _in_this_process(subject, size)
     result = Verification(type(model).__name__, size, len(subject.unit_names) + 1, tuple(found))

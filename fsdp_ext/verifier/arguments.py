@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
 from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.planner.units import Units, chosen_modules
-from fsdp_ext.sharding.api.arguments import (
-    check_policy,
-    reshard_over,
-    resolve_bucket_bytes,
-    resolve_max_message_bytes,
-    resolve_prefetch,
-)
+from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.sharding.root.module_state import has_state
 from fsdp_ext.verifier.subject import Subject
 
@@ -71,12 +65,12 @@ def check_settings(settings: Mapping[str, Any], ranks: int, device_type: str) ->
         TypeError: if one has a wrong type.
         ValueError: if one is out of range.
     """
-    check_policy(settings["mp_policy"])
-    reshard_over(settings["reshard_after_forward"], ranks)
+    of_sharding.check_policy(settings["mp_policy"])
+    of_sharding.reshard_over(settings["reshard_after_forward"], ranks)
     resolve_transport(settings["transport"], device_type)
-    resolve_bucket_bytes(settings["bucket_bytes"])
-    resolve_max_message_bytes(settings["max_message_bytes"])
-    resolve_prefetch(settings["prefetch"])
+    of_sharding.resolve_bucket_bytes(settings["bucket_bytes"])
+    of_sharding.resolve_max_message_bytes(settings["max_message_bytes"])
+    of_sharding.resolve_prefetch(settings["prefetch"])
 
 
 def resolve_ranks(ranks: int | None, model: nn.Module) -> int:

@@ -81,7 +81,17 @@ def _attempt(name: str, check: Callable[[Site], Comparison], site: Site) -> tupl
     """Return the result of a check, the same on all ranks, and whether it raised an error."""
     result, error = None, None
     try:
-        result = _result_of(name, check(site))
+        comparison = check(site)
+        found = comparison.difference
+        result = Check(
+            name,
+            ok=found is None,
+            detail="" if found is None else f"{found.what}, on rank {found.rank}",
+            parameter=None if found is None else found.parameter,
+            values=comparison.values,
+            is_exact=comparison.is_exact,
+            transport=comparison.transport,
+        )
     except _NotTried as not_tried:
         result = Check(name, None, str(not_tried))
     except Exception as raised:
@@ -93,19 +103,6 @@ def _attempt(name: str, check: Callable[[Site], Comparison], site: Site) -> tupl
             return Check(name, False, f"rank {rank} raised {text}"), True
     assert result is not None
     return result, False
-
-
-def _result_of(name: str, comparison: Comparison) -> Check:
-    found = comparison.difference
-    return Check(
-        name,
-        ok=found is None,
-        detail="" if found is None else f"{found.what}, on rank {found.rank}",
-        parameter=None if found is None else found.parameter,
-        values=comparison.values,
-        is_exact=comparison.is_exact,
-        transport=comparison.transport,
-    )
 
 
 # - The checks
@@ -177,10 +174,7 @@ class Disturbance:
     def watch(self, model: nn.Module) -> None:
         """Let streams pause before each module of a copy, too."""
         for module in model.modules():
-            module.register_forward_pre_hook(self._before_module)
-
-    def _before_module(self, module: nn.Module, args: Any) -> None:
-        self._delay()
+            module.register_forward_pre_hook(lambda module, args: self._delay())
 
     def _delay(self) -> None:
         if self._root is not None and self._left > 0 and not self._root.lanes.is_inline:
@@ -212,11 +206,9 @@ def _can_be_cut(site: Site, name: str) -> bool:
 
 
 def _cutting(name: str) -> Preparation:
-    return lambda model: model.get_submodule(name).register_forward_hook(_detach_output)
-
-
-def _detach_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, output)
+    return lambda model: model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: tree_map_only(Tensor, Tensor.detach, output)
+    )
 
 
 def _state_of(model: nn.Module) -> list[tuple[str, Tensor | None]]:

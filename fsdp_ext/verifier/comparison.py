@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,13 +115,6 @@ class Comparison:
         if text:
             what = f"{what} {text}{self.when}"
             self._found.append(Difference(self._number, dist.get_rank(), name, what, of_model))
-
-    def add_all(
-        self, expected: Iterable[tuple[str, Tensor]], seen: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        """Compare losses and gradients of the batch, which ranks compute alone."""
-        for (name, value), (_, other) in zip(expected, seen, strict=True):
-            self.add(name, "the value", value, other, of_model=False)
 
     def conclude(self) -> bool:
         """Tell all ranks the first difference of any; return whether there is one."""

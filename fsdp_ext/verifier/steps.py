@@ -112,7 +112,8 @@ def train_beside(subject: Subject, mesh: DeviceMesh, way: Way) -> Comparison:
             "threads that take turns" if root.lanes.is_inline else root.lanes.transport
         )
         comparison.when = f" (step {step})"
-        comparison.add_all(expected, seen)
+        for (name, value), (_, other) in zip(expected, seen, strict=True):
+            comparison.add(name, "the value", value, other, of_model=False)
         _compare_gradients(comparison, plain.model, sharded.model, way)
         plain.update()
         sharded.update()
