@@ -203,7 +203,7 @@ def _result(
     within, between = links
     return Plan(
         model=type(root.module).__name__,
-        world_size=target.ranks.world_size,
+        world_size=target.ranks.shards * target.ranks.replicas,
         device_type=target.device_type,
         transport=target.transport,
         link=within,

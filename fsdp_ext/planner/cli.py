@@ -175,22 +175,18 @@ def _model(text: str) -> nn.Module:
         raise ValueError(
             f"{name} has no function '{attribute}'. Name the one that makes the model."
         )
-    model = _call(factory, text)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{text} returned a {type(model).__name__}. Let it return a module.")
-    return model
-
-
-def _call(factory: Callable[[], Any], text: str) -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nothing is trained here
-            return factory()
+            model = factory()
     except Exception as error:
         raise ValueError(
             f"{text} raised {type(error).__name__} ({error}) when it was called without arguments "
             "on the meta device. Name a function that makes the model so."
         ) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{text} returned a {type(model).__name__}. Let it return a module.")
+    return model
 
 
 def _policy(

@@ -180,7 +180,7 @@ def predict(
     lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
     clock = _Clock(lanes, contention, (gathers, wire) if link.one_wire else ())
     reductions = _Reductions(wire, packing, sums, updates_on_lane)
-    program = _Program(chain, clock, gathers, reductions, _Ring(slots), depth)
+    program = _Program(chain, clock, gathers, reductions, depth, [None] * slots)
     program.run(has_root=root is not None)
     for lane in lanes:
         if lane.jobs:
@@ -308,35 +308,6 @@ class _Clock:
 # - The schedule's calls
 
 
-class _Ring:
-    """Simulated ring: owner and stale contents of each slot."""
-
-    def __init__(self, slots: int) -> None:
-        self._free: list[int | None] = [None] * slots  # their contents, the oldest first
-        self._overflow: set[int] = set()
-
-    def reacquire(self, stage: int) -> bool:
-        if stage not in self._free:
-            return False
-        self._free.remove(stage)
-        return True
-
-    def acquire(self, stage: int, on_demand: bool) -> bool:
-        if self._free:
-            self._free.pop(0)
-        elif on_demand:
-            self._overflow.add(stage)
-        else:
-            return False
-        return True
-
-    def release(self, stage: int) -> None:
-        if stage in self._overflow:
-            self._overflow.remove(stage)
-        else:
-            self._free.append(stage)
-
-
 @dataclass
 class _Reductions:
     """The lanes of reductions, of packing ahead, and of replicas, if any."""
@@ -397,10 +368,12 @@ class _Program:
     clock: _Clock
     gathers: _Lane
     reductions: _Reductions
-    ring: _Ring
     depth: int
+    # The free slots of the ring, the oldest first: the stages whose parameters are still in them.
+    slots: list[int | None]
     unsharded: dict[int, _Job | None] = field(default_factory=dict)  # gathers of unsharded stages
     done: dict[int, _Job] = field(default_factory=dict)  # the last gather of each stage
+    overflow: set[int] = field(default_factory=set)  # stages that were gathered without a slot
     updated: deque[tuple[Stage, _Job | None]] = field(default_factory=deque)  # updates in flight
 
     def run(self, has_root: bool) -> None:
@@ -467,10 +440,15 @@ class _Program:
         if stage.gather_bytes == 0 and stage.copy_seconds_gather == 0:
             self.unsharded[number] = None
             return True
-        if stage.reshards and self.ring.reacquire(number):
+        if stage.reshards and number in self.slots:  # still there
+            self.slots.remove(number)
             self.unsharded[number] = self.done[number]
             return True
-        if stage.reshards and not self.ring.acquire(number, on_demand):
+        if stage.reshards and self.slots:
+            self.slots.pop(0)
+        elif stage.reshards and on_demand:
+            self.overflow.add(number)
+        elif stage.reshards:
             return False
         job = self.gathers.issue(
             stage.name, stage.gather_messages, stage.gather_bytes, stage.copy_seconds_gather
@@ -480,4 +458,7 @@ class _Program:
 
     def _leave(self, number: int) -> None:
         if self.stages[number].reshards and self.unsharded.pop(number) is not None:
-            self.ring.release(number)
+            if number in self.overflow:
+                self.overflow.remove(number)
+            else:
+                self.slots.append(number)

@@ -57,11 +57,6 @@ class PlannedRanks:
     shards: int
     replicas: int = 1
 
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.shards * self.replicas
-
 
 @dataclass
 class PlannedParam:
@@ -276,17 +271,18 @@ def chosen_modules(model: nn.Module, units: Units | None, caller: str) -> list[n
 
 def _check_choice(model: nn.Module, below: list[nn.Module], entry: Any, caller: str) -> None:
     is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
+    found = any(isinstance(m, entry) if is_class else m is entry for m in [model, *below])
     if not is_class and not isinstance(entry, nn.Module):
         raise TypeError(
             f"{caller} got {entry!r} in units. Pass module classes or modules of the model, such "
             "as units=[Block]."
         )
-    if is_class and not any(isinstance(module, entry) for module in [model, *below]):
+    if is_class and not found:
         raise ValueError(
             f"{caller} got the class {entry.__name__} in units, but {type(model).__name__} has no "
             f"such module. It has {', '.join(sorted({type(m).__name__ for m in below}))}."
         )
-    if not is_class and not any(module is entry for module in [model, *below]):
+    if not found:
         raise ValueError(
             f"{caller} got a {type(entry).__name__} in units that is not a module of "
             f"{type(model).__name__}. Take it from model.modules()."

@@ -64,7 +64,10 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
     memory, and lanes whose environment variable has a policy. It is empty before NCCL 2.28.
     """
     first = root.units[0]
-    if root.lanes.transport != "nccl" or not has_peers(first) or _version() < _FIRST_WITH_POLICIES:
+    if root.lanes.transport != "nccl" or not has_peers(first):
+        return ()
+    version = _C.describe_nccl(nccl_libraries())[0]
+    if tuple(map(int, version.split("."))) < _FIRST_WITH_POLICIES:
         return ()
     mean = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
     part = max(mean // _ELEMENT.itemsize, 1) * _ELEMENT.itemsize
@@ -106,10 +109,6 @@ def _time_policies(root: Root, part: int, repeats: int) -> dict[tuple[str, str],
             ]
             own.setdefault(key, statistics.median(times[_WARMUP:]))
     return own
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, _C.describe_nccl(nccl_libraries())[0].split(".")))
 
 
 def _make_lanes(
