@@ -28,8 +28,7 @@ from fsdp_ext.profiler.recording import read_iterations
 from fsdp_ext.profiler.report import document_of, text_of
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
-from fsdp_ext.profiler.torch_trace import read_torch_trace
-from fsdp_ext.profiler.trace import trace_of
+from fsdp_ext.profiler.trace import read_torch_trace, trace_of
 from fsdp_ext.sharding.root.agreement import exchange, has_peers
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root

@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fsdp_ext.profiler.recording import (
     COLLECTIVES,
@@ -217,36 +217,6 @@ class _Step:
         return None
 
 
-@dataclass
-class _Parts:
-    """A wait for a gather that is cut into parts: those found so far, and the seconds left."""
-
-    wait: Span
-    awaited: Span
-    left: float
-    found: list[Exposure] = field(default_factory=list)
-
-    def cut(self, seconds: float, cause: Cause, rank: int = -1) -> None:
-        """Attribute up to ``seconds`` of the remaining wait to ``cause``."""
-        part = min(self.left, seconds)
-        if part > 0:
-            self.left -= part
-            self.found.append(
-                _exposure(self.awaited.work, self.wait, self.awaited, part, cause, rank)
-            )
-
-    def cut_shares(self, seconds: float, shares: Mapping[Cause, float]) -> None:
-        """Divide ``seconds`` of the remaining wait among causes, in proportion to ``shares``."""
-        self.left -= seconds
-        total = sum(shares.values())
-        for cause, share in shares.items():
-            if seconds * share > 0:
-                part = seconds * share / total
-                self.found.append(
-                    _exposure(self.awaited.work, self.wait, self.awaited, part, cause)
-                )
-
-
 def explain(iteration: Iteration, context: Context) -> list[Exposure]:
     """Return the causes of all waits of the compute stream, in order of their begin.
 
@@ -276,21 +246,34 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     awaited = (arrived or messages)[-1]
     if awaited.work == "cast":
         return [_exposure("gather", wait, awaited, wait.seconds, Cause.COPIES)]
-    parts = _Parts(wait, awaited, wait.seconds)
-    parts.cut(_late_wakeup(step, wait, awaited), Cause.ISSUED_LATE)
+    left, found = wait.seconds, list[Exposure]()
+
+    def cut(seconds: float, cause: Cause, rank: int = -1) -> None:
+        """Attribute up to ``seconds`` of the remaining wait to ``cause``."""
+        nonlocal left
+        part = min(left, seconds)
+        if part > 0:
+            left -= part
+            found.append(_exposure(awaited.work, wait, awaited, part, cause, rank))
+
+    cut(_late_wakeup(step, wait, awaited), Cause.ISSUED_LATE)
     late = step.late(awaited)
     if late is not None:
-        parts.cut(late.seconds, Cause.LATE_RANK, late.rank)
+        cut(late.seconds, Cause.LATE_RANK, late.rank)
     start, idle = _idle_before(step, awaited, wait)
     is_first = _is_first(step, wait)
     if is_first:
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
-    # An earlier start of the lane would have hidden this part.
-    early = min(parts.left, max(sum(idle.values()) - step.used[start], 0.0))
+    # An earlier start of the lane would have hidden this part. Causes share it in proportion.
+    early = min(left, max(sum(idle.values()) - step.used[start], 0.0))
     step.used[start] += early
-    parts.cut_shares(early, idle)
-    parts.cut(parts.left, Cause.FIRST if is_first else Cause.BANDWIDTH)
-    return parts.found
+    left -= early
+    for cause, share in idle.items():
+        if early * share > 0:
+            part = early * share / sum(idle.values())
+            found.append(_exposure(awaited.work, wait, awaited, part, cause))
+    cut(left, Cause.FIRST if is_first else Cause.BANDWIDTH)
+    return found
 
 
 def _late_wakeup(step: _Step, wait: Span, awaited: Span) -> float:

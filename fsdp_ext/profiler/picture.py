@@ -88,7 +88,7 @@ def draw(recording: Recording, path: Path, chosen: int | None) -> None:
 
 
 def _rows_of(iteration: Iteration) -> list[str]:
-    return ["compute", "gather", "reduce", *(["all-reduce"] if iteration.has_all_reduces else [])]
+    return ["compute", "gather", "reduce", *(["all-reduce"] if iteration.of("all-reduce") else [])]
 
 
 def _chosen_step(iterations: list[Iteration], chosen: int | None) -> Iteration:

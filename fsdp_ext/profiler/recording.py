@@ -101,14 +101,9 @@ class Iteration:
         """Return the spans of these kinds of work, each kind in order of issue."""
         return [span for work in works for span in self._by_work.get(work, [])]
 
-    @property
-    def has_all_reduces(self) -> bool:
-        """Whether gradients were all-reduced over replicas."""
-        return bool(self.of("all-reduce"))
-
     def lane_of(self, work: str) -> str | None:
         """Return the lane whose streams run this kind of work; None for the compute stream."""
-        if work in ("finish reduction", "update") and self.has_all_reduces:
+        if work in ("finish reduction", "update") and self.of("all-reduce"):
             return "all-reduce"
         return LANES.get(work)
 

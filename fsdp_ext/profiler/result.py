@@ -101,10 +101,6 @@ class Recording:
         """Return how much slower units compute beside communication; None if that is unknown."""
         return slowdown(self.iterations, self.kinds)
 
-    def members(self, units: tuple[int, int]) -> list[int]:
-        """Return the numbers of a bucket's units, given the numbers of its first and last unit."""
-        return list(self.buckets.get(units, [units[0]]))
-
     def name_of(self, units: tuple[int, int]) -> str:
         """Return the name of a unit, or of a bucket given its first and its last unit."""
         first, last = units

@@ -190,7 +190,7 @@ def _shares(
     recording: Recording, units: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield each unit of a bucket with its share of the bucket's bytes."""
-    members = recording.members(units)  # of all units, (-1, -1), it is -1
+    members = recording.buckets.get(units, [units[0]])  # of all units, (-1, -1), it is -1
     total = sum(recording.sizes[number] for number in members)
     for number in members:
         yield (number, number), recording.sizes[number] / total if total else 1 / len(members)

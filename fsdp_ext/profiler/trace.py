@@ -1,8 +1,15 @@
-"""A profile as a trace for Perfetto and chrome://tracing."""
+"""A profile as a trace for Perfetto and chrome://tracing, alone or beside torch.profiler's."""
+
+# Note [one time axis]
+# The ledger's times are those of time.monotonic(). PyTorch writes times of the wall clock, as
+# microseconds since "baseTimeNanoseconds". The two clocks are compared when the profile ends.
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_ext.profiler.recording import (
@@ -15,7 +22,6 @@ from fsdp_ext.profiler.recording import (
     Span,
 )
 from fsdp_ext.profiler.result import Recording
-from fsdp_ext.profiler.torch_trace import start_of
 
 # Rows of a trace from top to bottom. Viewers need spans of one row to follow or enclose each other.
 # Copies of one kind run in order, but copies of different kinds may overlap.
@@ -23,12 +29,6 @@ _COPIES = tuple(work for work in LANES if work not in COLLECTIVES)
 _ROWS = ("passes", "compute", *COLLECTIVES, *_COPIES)
 # Rows that exist only if they have spans.
 _OPTIONAL = ("group gather", "all-reduce", "keep", "update")
-
-
-def _row_of(span: Span) -> str:
-    if span.work in LANES:
-        return span.work
-    return "compute" if span.work in (*COMPUTE, *WAITS, "step") else "passes"
 
 
 def trace_of(recording: Recording, beside: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def trace_of(recording: Recording, beside: dict[str, Any] | None = None) -> dict
     if beside is not None:
         pids = [event["pid"] for event in beside["traceEvents"] if event.get("ph") == "X"]
         first = max((pid for pid in pids if isinstance(pid, int)), default=0) + 1
-        start = start_of(beside, recording)
+        start = _start_of(beside, recording)
     for rank, iterations in recording.ranks.items():
         works = {span.work for iteration in iterations for span in iteration.spans}
         rows = [row for row in _ROWS if row not in _OPTIONAL or row in works]
@@ -106,13 +106,68 @@ def _event(
             "on demand": span.on_demand,
         }
     what = span.work.replace("unit ", "")
+    on_compute = span.work in (*COMPUTE, *WAITS, "step")
+    row = span.work if span.work in LANES else "compute" if on_compute else "passes"
     return {
         "ph": "X",
         "name": what if span.first < 0 else f"{what} {recording.name_of(span.units)}",
         "cat": span.work,
         "pid": process,
-        "tid": _ROWS.index(_row_of(span)),
+        "tid": _ROWS.index(row),
         "ts": round((span.begin - start) * 1e6, 3),
         "dur": round(span.seconds * 1e6, 3),
         "args": arguments,
     }
+
+
+# - Traces of torch.profiler
+
+
+def read_torch_trace(path: Path, recording: Recording) -> dict[str, Any]:
+    """Read a trace of torch.profiler that was recorded while ``recording`` was.
+
+    Returns:
+        The trace, in Chrome's trace event format.
+
+    Raises:
+        OSError: if ``path`` cannot be read.
+        ValueError: if it is no such trace, or was recorded at another time.
+    """
+    document = _read(path)
+    start = _start_of(document, recording)
+    events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
+    begin, end = recording.iterations[0].begin, recording.iterations[-1].end
+    if not any(begin < start + event["ts"] / 1e6 < end for event in events):
+        raise ValueError(
+            f"{path} has no event of the steps that this profile recorded. Let torch.profiler and "
+            "fsdp_ext.profile record the same steps, in one process."
+        )
+    return document
+
+
+def _read(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    try:
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        document: Any = json.loads(data)
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(_refusal(path, f"it is no JSON ({error})")) from error
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise ValueError(_refusal(path, "it has no traceEvents"))
+    if not isinstance(document.get("baseTimeNanoseconds"), int):
+        raise ValueError(_refusal(path, "it has no baseTimeNanoseconds"))
+    return document
+
+
+def _refusal(path: Path, why: str) -> str:
+    return (
+        f"{path} is not a trace of torch.profiler: {why}. Pass a file that export_chrome_trace of "
+        "the torch.profiler.profile has written."
+    )
+
+
+def _start_of(document: dict[str, Any], recording: Recording) -> float:
+    """Return the time of 0 microseconds of its events, in seconds of ``time.monotonic()``."""
+    seconds: float = (document["baseTimeNanoseconds"] - recording.wall_clock) / 1e9
+    return seconds
