@@ -13,9 +13,8 @@ from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.offloading.states import OffloadedStates, params_by_group
 from fsdp_ext.optim.flat_step import FlatStep
-from fsdp_ext.sharding.root.module_state import sharded_module
+from fsdp_ext.sharding.root.module_state import sharded_module, units_below
 from fsdp_ext.sharding.root.unit import Unit, owners_of
-from fsdp_ext.sharding.root.unit_tree import UnitTree
 
 # PyTorch's optimizers that change each parameter by its own gradient and states alone.
 _SEPARABLE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
@@ -72,8 +71,7 @@ def _is_on_host(device: torch.device) -> bool:
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
-    tree = UnitTree(sharded_module(model)) if isinstance(model, nn.Module) else None
-    units = [] if tree is None else [unit for unit in tree.units if isinstance(unit, Unit)]
+    units = units_below(sharded_module(model)) if isinstance(model, nn.Module) else []
     if not units:
         raise TypeError(
             f"offload_optimizer got a {type(model).__name__} without units. Pass the model that "

@@ -29,11 +29,14 @@ class Portion:
 
     by_group: list[list[nn.Parameter]]
     is_sharded: bool
-    entries: StateEntries | None = None  # those of offloaded states are noted
     on_host: list[torch.Tensor] = field(default_factory=list)
     on_device: list[torch.Tensor] = field(default_factory=list)
     host: torch.Tensor = _NOTHING  # the memory of them all
     device: torch.Tensor = _NOTHING  # a part of a staging tensor
+
+    def __post_init__(self) -> None:
+        # Entries of offloaded states are noted. There are none yet.
+        self.entries = StateEntries({}, self.params(), is_offloaded)
 
     def params(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(self.by_group)
@@ -41,22 +44,6 @@ class Portion:
     @property
     def nbytes(self) -> int:
         return self.host.numel()
-
-    def has_only(self, states: dict[Any, Any], tensors: list[torch.Tensor]) -> bool:
-        """Return whether the optimizer has exactly these dicts and tensors for the parameters.
-
-        Args:
-            states: the optimizer's.
-            tensors: ``on_host`` or ``on_device``.
-        """
-        if self.entries is None:
-            return not tensors and not any(map(states.get, self.params()))
-        return self.entries.are_in(states, tensors)
-
-    def put(self, tensors: list[torch.Tensor]) -> None:
-        """Let the optimizer have ``on_host`` or ``on_device`` as states."""
-        if self.entries is not None:
-            self.entries.put(tensors)
 
     def settle(self, states: dict[Any, Any]) -> None:
         """Move the states that the optimizer has now into one tensor on the host."""
@@ -75,7 +62,7 @@ class Portion:
         self.leave()
         for new, value in zip(self.on_host, old, strict=True):
             local_of(new).copy_(local_of(value))
-        self.put(self.on_host)
+        self.entries.put(self.on_host)
 
     def leave(self) -> None:
         """Forget the tensors that place() makes."""

@@ -81,7 +81,7 @@ class OffloadedStates:
         if not self._is_plan_of(params_by_group(optimizer)):
             self._plan(optimizer)
         for portion in self._sharded():
-            if not portion.has_only(optimizer.state, portion.on_host):
+            if not portion.entries.are_in(optimizer.state, portion.on_host):
                 portion.settle(optimizer.state)  # someone else has changed them
         self._place()
         lists = params_by_group(optimizer)
@@ -104,7 +104,7 @@ class OffloadedStates:
                 waiting.popleft()
                 if waiting:
                     self._streams.copy_in(waiting[0])
-                portion.put(portion.on_device)
+                portion.entries.put(portion.on_device)
             for group, params in zip(optimizer.param_groups, portion.by_group, strict=True):
                 group["params"] = params
             is_done = False
@@ -112,10 +112,10 @@ class OffloadedStates:
                 self._step_of_class(optimizer)
                 is_done = True
             finally:
-                if is_done and portion.has_only(optimizer.state, portion.on_device):
+                if is_done and portion.entries.are_in(optimizer.state, portion.on_device):
                     if moves:
                         self._streams.copy_back(portion)
-                        portion.put(portion.on_host)
+                        portion.entries.put(portion.on_host)
                 elif portion.is_sharded:
                     portion.settle(optimizer.state)  # the optimizer has made states, or failed
 
