@@ -371,7 +371,8 @@ def nccl_lanes(
     """
     timeout = timeout_of(group, device)
     libraries = nccl_libraries()
-    order_launches(device, at_once, settings.most_min_ctas)
+    least_blocks = max(lane.get("min_ctas", 0) for lane in (settings.gather, settings.reduce))
+    order_launches(device, at_once, least_blocks)
     unique_id = _C.nccl_unique_id(libraries) if dist.get_rank(group) == 0 else b""
     rendezvous = Rendezvous(group, unique_id, timeout)
     # After the exchange, all ranks have rank 0's id.

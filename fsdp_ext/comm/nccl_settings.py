@@ -38,11 +38,6 @@ class NcclSettings:
     gather: dict[str, int] = field(default_factory=dict)
     reduce: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def most_min_ctas(self) -> int:
-        """The largest ``min_ctas`` of the two lanes; 0 if none is set."""
-        return max(lane.get("min_ctas", 0) for lane in (self.gather, self.reduce))
-
     def between_replicas(self) -> NcclSettings:
         """Return the settings of lanes that sum gradients of replicas.
 

@@ -160,6 +160,7 @@ class Rendezvous:
         self._timeout = timeout
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
+        self._global_rank = self.ranks[self.rank]
         self._processes: dict[int, bytes] = {}
         self._answered = time.monotonic()  # when the store did so last
         self._own_key = f"fsdp_ext/offer/{self.rank}"
@@ -204,10 +205,6 @@ class Rendezvous:
                     f"rank {self._global_rank} runs fsdp_ext {mine} and rank {rank} runs fsdp_ext "
                     f"{theirs}. Install one version on all ranks."
                 )
-
-    @property
-    def _global_rank(self) -> int:
-        return self.ranks[self.rank]
 
     # - The store
 

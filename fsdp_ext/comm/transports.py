@@ -66,20 +66,15 @@ def resolve_transport(asked: Transport, device_type: str) -> Transport:
     known = OF_GPUS if device_type == "cuda" else OF_THE_HOST
     if name is not None and name not in known:
         what = "transport" if asked is not None else VARIABLE
-        guess = _guess(name, known)
+        lowered = name.lower()
+        close = [_OTHER_NAMES.get(lowered), *difflib.get_close_matches(lowered, known, n=1)]
+        guess = next((found for found in close if found in known), None)
         advice = f"Did you mean {guess!r}?" if guess else "Choose one of these, or leave it out."
         raise ValueError(
             f"{what} is {name!r}, but ranks on '{device_type}' can use "
             f"{' or '.join(map(repr, known))}. {advice}"
         )
     return name
-
-
-def _guess(name: str, known: Sequence[str]) -> str | None:
-    """Return the transport that was probably meant, if any."""
-    lowered = name.lower()
-    close = [_OTHER_NAMES.get(lowered), *difflib.get_close_matches(lowered, known, n=1)]
-    return next((found for found in close if found in known), None)
 
 
 @functools.cache

@@ -198,7 +198,11 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
     threaded: Any = multi_threaded_pg
 
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+        dist.Backend.register_backend(
+            BACKEND,
+            lambda store, rank, size, timeout: TurnsGroup(_here.turns, rank),
+            devices=["cpu"],
+        )
     turns = Turns(size)
     restore = random_state()
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
@@ -239,7 +243,3 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
-
-
-def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> TurnsGroup:
-    return TurnsGroup(_here.turns, rank)
