@@ -155,16 +155,19 @@ def plan(
         "max_message_bytes": of_sharding.resolve_max_message_bytes(max_message_bytes),
         "keep_gather_inputs": of_sharding.resolve_keep_gather_inputs("plan", keep_gather_inputs),
     }
-    transports = (target.transport, target.replica_transport)
     ranks = target.ranks
-    typical = link_of_buckets(transports, target.asked, ranks.shards, ranks.replicas)
+    typical = link_of_buckets(target.transports, target.asked, ranks.shards, ranks.replicas)
     given = {name: value for name, value in overrides.items() if value is not None}
     decision = unit.root.decision if unit is not None and unit.root is not None else None
     root = PlannedRoot(copied, typical, decision, **given)
     arguments.check_groups(root.units)
     arguments.set_attached(root.units, optimizer_attached)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
-    seconds = _seconds(root, flops, flops_per_second, compute)
+    seconds: Sequence[UnitSeconds] | None = None
+    if flops is not None and flops_per_second is not None:
+        seconds = [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
+    elif compute is not None:
+        seconds = arguments.seconds_of_units(compute, [unit.name for unit in root.units])
     links = arguments.resolve_links(link, replica_link, typical, target)
     costs = None
     if seconds is not None:
@@ -176,20 +179,6 @@ def plan(
     return result
 
 
-def _seconds(
-    root: PlannedRoot,
-    flops: list[tuple[int, int]] | None,
-    flops_per_second: float | None,
-    compute: Mapping[str, Sequence[float]] | None,
-) -> Sequence[UnitSeconds] | None:
-    """Return the seconds of each unit; None if they are unknown."""
-    if flops is not None and flops_per_second is not None:
-        return [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
-    if compute is None:
-        return None
-    return arguments.seconds_of_units(compute, [unit.name for unit in root.units])
-
-
 def _result(
     root: PlannedRoot,
     target: Target,
@@ -198,14 +187,13 @@ def _result(
     costs: StepCosts | None,
     optimizer_states: int,
 ) -> Plan:
-    transports = (target.transport, target.replica_transport)
-    found = find_buckets(root, transports, target.device_type)
+    found = find_buckets(root, target.transports, target.device_type)
     within, between = links
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.shards * target.ranks.replicas,
         device_type=target.device_type,
-        transport=target.transport,
+        transport=target.transports[0],
         link=within,
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, found, flops),

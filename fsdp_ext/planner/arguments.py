@@ -36,15 +36,13 @@ class Target:
     Args:
         ranks: how many shard the model, and how many replicas each has.
         device_type: "cuda" or "cpu".
-        transport: name of the transport that the run would use.
-        replica_transport: name of the transport between replicas.
+        transports: names of the transport that the run would use, and of the one between replicas.
         asked: the transport that was asked for; None for the default.
     """
 
     ranks: PlannedRanks
     device_type: str
-    transport: str
-    replica_transport: str
+    transports: tuple[str, str]
     asked: Transport
 
 
@@ -184,7 +182,7 @@ def resolve_target(
     if unit is not None:
         within = _name_of_transport(asked, device_type, unit.ranks.shard_group)
         between = _name_of_transport(asked, device_type, unit.ranks.replicate_group)
-    return Target(ranks, device_type, within, between, asked)
+    return Target(ranks, device_type, (within, between), asked)
 
 
 def _resolve_ranks(
@@ -322,7 +320,7 @@ def resolve_links(
     elif within is not None:
         between = within.between_replicas(shards, replicas)
     else:
-        between = typical_replica_link(target.replica_transport, target.asked, shards, replicas)
+        between = typical_replica_link(target.transports[1], target.asked, shards, replicas)
     return (within or typical).over(shards), between
 
 

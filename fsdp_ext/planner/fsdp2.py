@@ -13,8 +13,7 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from fsdp_ext.planner.moments import Moment, moments_of
-from fsdp_ext.planner.units import PlannedParam, PlannedRoot, PlannedUnit
+from fsdp_ext.planner.units import Moment, PlannedParam, PlannedRoot, PlannedUnit
 
 
 def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
@@ -44,7 +43,7 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
         step.hold("optimizer states", unit, optimizer_states * trained)
-    moments = list(moments_of(root))
+    moments = list(root.moments())
     step.forward(moments)
     step.backward(moments)
     return step.peak

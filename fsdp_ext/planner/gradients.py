@@ -12,8 +12,7 @@ from itertools import pairwise
 from torch import nn
 
 from fsdp_ext import _C
-from fsdp_ext.planner.moments import Moment, moments_of
-from fsdp_ext.planner.units import PlannedParam, PlannedRoot, PlannedUnit
+from fsdp_ext.planner.units import Moment, PlannedParam, PlannedRoot, PlannedUnit
 
 
 def gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
@@ -27,7 +26,7 @@ def gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
         root: the planned units.
         found: their buckets.
     """
-    backward = list(moments_of(root))[::-1]
+    backward = list(root.moments())[::-1]
     following = dict(pairwise(moment for moment in backward if moment.kind != "use"))
     gradients = _Gradients(root, found, backward)
     for moment in backward:

@@ -7,10 +7,10 @@ The rules are those of training: ``sharding/params/param_group.py`` and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.params.settings import Decision, UnitSettings
 from fsdp_ext.sharding.root.module_state import (
     ModuleState,
+    groups_of,
     managed_params,
     set_state,
     unit_of,
@@ -135,6 +136,18 @@ class PlannedUnit(ParamGroup):
         return self
 
 
+class Moment(NamedTuple):
+    """A moment of forward.
+
+    A unit is entered when its first module starts, and left when its last module ends. A parameter
+    is used when its module starts, once for each module that has it.
+    """
+
+    kind: Literal["enter", "use", "leave"]
+    unit: PlannedUnit
+    param: PlannedParam | None = None
+
+
 class PlannedRoot(UnitTree):
     """The units of a copied model.
 
@@ -183,6 +196,40 @@ class PlannedRoot(UnitTree):
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]
         return max([self.settings.prefetch, *map(len, lists)])
+
+    def moments(self) -> Iterator[Moment]:
+        """Return the moments of forward, in order.
+
+        Modules are taken to run in order of registration, as in the rest of the plan. Backward
+        passes the moments in reverse.
+        """
+        of_param = {param.parameter: (unit, param) for unit in self.units for param in unit.params}
+        modules_left = {
+            unit: len(names) for unit, names in zip(self.units, self.module_names(), strict=True)
+        }
+        entered: set[PlannedUnit] = set()
+        visited: set[nn.Module] = set()
+
+        def visit(module: nn.Module) -> Iterator[Moment]:
+            if module in visited:
+                return
+            visited.add(module)
+            units = [unit for unit in groups_of(module) if isinstance(unit, PlannedUnit)]
+            for unit in units:
+                if unit not in entered:
+                    yield Moment("enter", unit)
+                entered.add(unit)
+            for parameter in module.parameters(recurse=False):
+                if parameter in of_param:
+                    yield Moment("use", *of_param[parameter])
+            for child in module.children():
+                yield from visit(child)
+            for unit in units:
+                modules_left[unit] -= 1
+                if modules_left[unit] == 0:
+                    yield Moment("leave", unit)
+
+        return visit(self.module)
 
 
 def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
