@@ -261,7 +261,9 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     if late is not None:
         cut(late.seconds, Cause.LATE_RANK, late.rank)
     start, idle = _idle_before(step, awaited, wait)
-    is_first = _is_first(step, wait)
+    around = step.pass_of(wait)
+    # Whether no unit has finished its compute yet in this forward or backward.
+    is_first = around is None or step.first_end[around.begin, around.work] > wait.begin
     if is_first:
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
     # An earlier start of the lane would have hidden this part. Causes share it in proportion.
@@ -288,12 +290,6 @@ def _late_wakeup(step: _Step, wait: Span, awaited: Span) -> float:
     )
     seconds = wait.end - max(done, wait.begin)
     return seconds if seconds > PAUSE and done <= wait.end else 0.0
-
-
-def _is_first(step: _Step, wait: Span) -> bool:
-    """Return whether no unit has finished its compute yet in this forward or backward."""
-    around = step.pass_of(wait)
-    return around is None or step.first_end[around.begin, around.work] > wait.begin
 
 
 def _idle_before(step: _Step, awaited: Span, wait: Span) -> tuple[float, dict[Cause, float]]:

@@ -171,7 +171,11 @@ def _draw_rank(recording: Recording, panel: _Panel, iteration: Iteration) -> Non
         level = len(rows) - 1 - rows.index(row or "compute")
         if span.work in PASSES:
             continue
-        inside = _inside(iteration, span) if span.work in COMPUTE else []
+        inside = [  # the compute of other units
+            other
+            for other in iteration.of(*COMPUTE if span.work in COMPUTE else ())
+            if other is not span and span.begin <= other.begin and other.end <= span.end
+        ]
         if inside:
             panel.draw(span.begin, span.end, span.work, level + 0.42, tall=0.08)
         waits = iteration.of(*WAITS, "step") if inside else []
@@ -183,15 +187,6 @@ def _draw_rank(recording: Recording, panel: _Panel, iteration: Iteration) -> Non
     axis.set_yticks(range(len(rows)), reversed(rows))
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _inside(iteration: Iteration, span: Span) -> list[Span]:
-    """Return the compute of other units inside this span."""
-    return [
-        other
-        for other in iteration.of(*COMPUTE)
-        if other is not span and span.begin <= other.begin and other.end <= span.end
-    ]
 
 
 def _gaps(begin: float, end: float, spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
