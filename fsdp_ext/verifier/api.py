@@ -20,8 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_ext._util.losses import check_loss_function, mean_of_output
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.planner.units import Units
-from fsdp_ext.sharding.api.arguments import device_of, resolve_mesh
+from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.verifier import arguments, checks
 from fsdp_ext.verifier.checks import Site
 from fsdp_ext.verifier.random_state import random_state_kept
@@ -108,25 +109,29 @@ def verify(
             "verify without a process group has threads as ranks, and DTensors of PyTorch 2.11 "
             "crash there. Call it on ranks that torchrun has started, after init_process_group()."
         )
-    mesh = resolve_mesh(None) if has_group else None
+    mesh = of_sharding.resolve_mesh(None) if has_group else None
+    # Wrong arguments are refused before copies are made.
+    of_sharding.check_policy(mp_policy)
+    of_sharding.reshard_over(reshard_after_forward, size)
+    resolve_transport(transport, "cpu" if mesh is None else mesh.device_type)
+    of_sharding.resolve_bucket_bytes(bucket_bytes)
+    of_sharding.resolve_max_message_bytes(max_message_bytes)
+    of_sharding.resolve_prefetch(prefetch)
     settings = {
         "mp_policy": mp_policy,
         "reshard_after_forward": reshard_after_forward,
-        "transport": transport,
+        "transport": transport if has_group else "process_group",
         "bucket_bytes": bucket_bytes,
         "max_message_bytes": max_message_bytes,
         "prefetch": prefetch,
     }
-    arguments.check_settings(settings, size, "cpu" if mesh is None else mesh.device_type)
-    if not has_group:
-        settings["transport"] = "process_group"
     subject = Subject(
         model=model,
         batch=batch,
         loss=loss or functools.partial(mean_of_output, caller="verify"),
         unit_names=arguments.names_of_units(model, units),
         settings=settings,
-        device=torch.device("cpu") if mesh is None else device_of(mesh),
+        device=torch.device("cpu") if mesh is None else of_sharding.device_of(mesh),
     )
     arguments.check_copy(subject)
     with random_state_kept():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
-from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.planner.units import Units, chosen_modules
-from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.sharding.root.module_state import has_state
 from fsdp_ext.verifier.subject import Subject
 
@@ -51,26 +48,6 @@ def check_model(model: Any) -> None:
                 f"verify got a {name} whose '{param_name}' is a DTensor, which has no unsharded "
                 "counterpart on one rank. Call verify before parallelize_module."
             )
-
-
-def check_settings(settings: Mapping[str, Any], ranks: int, device_type: str) -> None:
-    """Check the arguments of ``fully_shard`` before copies are made.
-
-    Args:
-        settings: the arguments by name.
-        ranks: how many ranks check the model.
-        device_type: the kind of their devices.
-
-    Raises:
-        TypeError: if one has a wrong type.
-        ValueError: if one is out of range.
-    """
-    of_sharding.check_policy(settings["mp_policy"])
-    of_sharding.reshard_over(settings["reshard_after_forward"], ranks)
-    resolve_transport(settings["transport"], device_type)
-    of_sharding.resolve_bucket_bytes(settings["bucket_bytes"])
-    of_sharding.resolve_max_message_bytes(settings["max_message_bytes"])
-    of_sharding.resolve_prefetch(settings["prefetch"])
 
 
 def resolve_ranks(ranks: int | None, model: nn.Module) -> int:

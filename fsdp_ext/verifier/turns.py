@@ -143,9 +143,7 @@ class TurnsGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(outputs)
 
     def _allgather_base(self, output: Any, own: Any, options: Any = None) -> Any:
-        parts = output.view(self.size(), own.numel())
-        for part, theirs in zip(parts, self._meet("an all-gather", own.view(-1)), strict=True):
-            part.copy_(theirs)
+        self.allgather([output.view(self.size(), own.numel())], [own.view(-1)])
         return _done(output)
 
     def _reduce_scatter_base(self, output: Any, own: Any, options: Any = None) -> Any:
