@@ -67,8 +67,7 @@ class Link:
                 f"link '{self.name}' has ranks={self.ranks!r}. Pass the largest number of ranks "
                 "for which the figures hold, or 0 for any number."
             )
-        latencies = (self.alpha, self.alpha if self.reduce_alpha is None else self.reduce_alpha)
-        rates = (self.beta, self.beta if self.reduce_beta is None else self.reduce_beta)
+        latencies, rates = zip(*self.costs(), strict=True)
         if not all(is_real(value) and value >= 0 for value in latencies):
             raise ValueError(
                 f"link '{self.name}' has alpha={self.alpha!r}, reduce_alpha={self.reduce_alpha!r}. "

@@ -43,7 +43,9 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     args = vars(parser.parse_args(arguments))  # what is not taken out is an argument of plan()
     factory, names, path, limit = map(args.pop, ("model", "units", "json", "memory_limit"))
-    policy = _policy(args.pop("param_dtype"), args.pop("reduce_dtype"))
+    dtypes = {name: args.pop(name) for name in ("param_dtype", "reduce_dtype")}
+    # None if nothing was asked for: a sharded model has its own policy.
+    policy = MixedPrecisionPolicy(**dtypes) if any(dtypes.values()) else None
     try:
         model = _model(factory)
         args["link"] = _link("--link", args["link"])
@@ -187,15 +189,6 @@ def _model(text: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text} returned a {type(model).__name__}. Let it return a module.")
     return model
-
-
-def _policy(
-    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> MixedPrecisionPolicy | None:
-    """Return None if nothing was asked for; a sharded model has its own policy."""
-    if param_dtype is None and reduce_dtype is None:
-        return None
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:
