@@ -89,6 +89,10 @@ def resumed(run: Run, step: int) -> tuple[Tensor, ...]:
     """Load the optimizer's own state dict into a new optimizer at every step."""
     if run.under_test and step > 0:
         states = copy.deepcopy(run.optimizer.state_dict())
+        for values in states["state"].values():
+            for name, value in values.items():
+                if value.dim() > 0:
+                    values[name] = value.double()  # load_state_dict casts it back
         run.optimizer = run.case.optimizer(run.parameters.values())
         offload(run.optimizer, run.model)
         run.optimizer.load_state_dict(states)
