@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_ext._util.tables import size
-from fsdp_ext.checkpoint import dcp, offline
+from fsdp_ext.checkpoint import dcp, inspection, offline
 from fsdp_ext.checkpoint import directory as directories
 
 COMMANDS = {
@@ -63,9 +63,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def _inspect(args: argparse.Namespace) -> str:
     path = directories.locate(args.checkpoint)
-    text = offline.describe(path, args.tensors)
+    text = inspection.describe(path, args.tensors)
     if args.verify:
-        text += f"\nall {size(offline.verify(path))} are as they were written"
+        text += f"\nall {size(inspection.verify(path))} are as they were written"
     return text
 
 

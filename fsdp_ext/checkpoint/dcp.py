@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
-from fsdp_ext.checkpoint.offline import Tensors, Unread, new_tensor, stored, write_checkpoint
+from fsdp_ext.checkpoint.offline import write_checkpoint
 from fsdp_ext.checkpoint.reading import Checkpoint, decoded
-from fsdp_ext.checkpoint.snapshot import encoded_optimizer
+from fsdp_ext.checkpoint.snapshot import content_of_extra, content_of_optimizer, content_of_weights
 from fsdp_ext.checkpoint.state_dicts import named_group
-from fsdp_ext.checkpoint.trees import encode
+from fsdp_ext.checkpoint.transfers import new_tensor
+from fsdp_ext.checkpoint.unread import Unread, stored
 
 
 def from_dcp(source: Path, directory: Path) -> Path:
@@ -57,18 +58,15 @@ def from_dcp(source: Path, directory: Path) -> Path:
                 f"{source} has {names[kind] or list(saved)} as {kind}. Pass a checkpoint with one "
                 "model and at most one optimizer, or load it with dcp.load and call save."
             )
-    kinds: dict[str, tuple[Tensors, Any]] = {}
-    kinds["weights"] = saved[names["weights"][0]], {"aliases": {}, "other": {}}
+    contents = {"weights": content_of_weights(saved[names["weights"][0]], {}, ())}
     if names["optimizer"]:
         state = saved[names["optimizer"][0]]
         groups = [named_group(group, group["params"]) for group in state["param_groups"]]
-        tensors, options, tree = encoded_optimizer({"state": state["state"], "groups": groups})
-        kinds["optimizer"] = tensors | options, tree
+        named = {"state": state["state"], "groups": groups}
+        contents["optimizer"] = content_of_optimizer(named)
     if names["extra"]:
-        tensors = {}
-        tree = encode({name: saved[name] for name in names["extra"]}, "extra", tensors)
-        kinds["extra"] = tensors, tree
-    return write_checkpoint(directory, kinds)
+        contents["extra"] = content_of_extra({name: saved[name] for name in names["extra"]})
+    return write_checkpoint(directory, contents)
 
 
 def _saved_in(source: Path) -> dict[str, Any]:
@@ -136,9 +134,10 @@ def to_dcp(source: Path, target: Path) -> None:
     """
     checkpoint = Checkpoint(source)
     saved: dict[str, Any] = {}
-    weights: dict[str, Any] = {**stored(checkpoint.parts("weights"))}
-    weights |= {alias: weights[name] for alias, name in checkpoint.aliases().items()}
-    for name, other in checkpoint.other().items():
+    of_model = checkpoint.weights()
+    weights: dict[str, Any] = {**stored(of_model.parts)}
+    weights |= {alias: weights[name] for alias, name in of_model.aliases.items()}
+    for name, other in of_model.other.items():
         weights[name] = decoded(other, weights.__getitem__, source)
     saved["model"] = weights
     if "optimizer" in checkpoint.files:

@@ -68,10 +68,15 @@ def rename(path: Path, target: Path) -> None:
 def remove_directory(path: Path) -> None:
     """Remove a directory with all that is in it."""
     for inner in sorted(path.iterdir()):
-        before_change()
-        if inner.is_dir() and not inner.is_symlink():
-            shutil.rmtree(inner)
-        else:
-            inner.unlink()
+        remove(inner)
     before_change()
     path.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory at once."""
+    before_change()
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -15,8 +15,7 @@ from fsdp_ext.checkpoint.transfers import (
     call_roll,
     full_tensor,
     mesh_of,
-    new_memory,
-    sharded_dims,
+    new_tensor,
     shared,
     to_send,
 )
@@ -144,7 +143,7 @@ class _Step:
                 transfers.append(dist.P2POp(dist.isend, data, target.writer, group))
             return
         shape = target.weight.tensor.shape
-        whole = new_memory(shape.numel() * own.itemsize, own.device).view(own.dtype).view(shape)
+        whole = new_tensor(shape, own.dtype, own.device)
         self._whole[target.name] = whole
         rows = -(-shape[dim] // len(members))
         for rank, part in zip(
@@ -163,7 +162,10 @@ class _Step:
         """Wait, and yield the tensors that this rank writes."""
         self._finish()
         for target in self._targets:
-            whole = self._land(target)
+            if shared(target.weight.tensor) is None:
+                whole = full_tensor(target.weight, self._dtype)
+            elif target.writer == self._me:
+                whole = self._whole.pop(target.name)
             if target.writer == self._me:
                 yield target.name, whole
 
@@ -177,13 +179,3 @@ class _Step:
         for part, arrived in self._copies:
             part.copy_(arrived)
         self._copies.clear()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _land(self, target: _Target) -> torch.Tensor:
-        """Return a tensor, whole on the rank that writes it. All ranks call this."""
-        tensor = target.weight.tensor
-        whole = self._whole.pop(target.name, target.weight.local)
-        if sharded_dims(tensor) and shared(tensor) is None:
-            whole = full_tensor(target.weight, self._dtype)
-        return whole

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.files import naming, write_text
+from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.gathering import gathered
@@ -217,13 +217,12 @@ class _Export:
         file = self._file_of[name]
         path = self._directory / (file + _PARTIAL)
         try:
-            with naming(path):
-                if self._writer is None:
-                    self._writer = Writer(path, self._files[file], metadata={"format": "pt"})
-                self._writer.add(name, tensor.to(self._files[file][name].dtype))
-                if name in self._last:
-                    self._writer.finish()
-                    self.close()
+            if self._writer is None:
+                self._writer = Writer(path, self._files[file], metadata={"format": "pt"})
+            self._writer.add(name, tensor.to(self._files[file][name].dtype))
+            if name in self._last:
+                self._writer.finish()
+                self.close()
         except Exception as error:
             self._error = error
 
@@ -298,8 +297,4 @@ def _write_config(model: nn.Module, directory: Path, parts: Layout) -> None:
 
 def _remove(directory: Path, *patterns: str) -> None:
     for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-        disk.before_change()
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        disk.remove(path)

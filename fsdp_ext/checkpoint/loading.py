@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import state_dicts
 from fsdp_ext.checkpoint.boxes import box_of
-from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, decoded, shape_of
+from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, Weights, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
 from fsdp_ext.checkpoint.weights import aliases_of
 from fsdp_ext.optim.state_entries import local_of, over
@@ -52,37 +52,30 @@ def read(
     """
     checkpoint = Checkpoint(path)
     reader = Reader()
-    stored = Stored(path, checkpoint.parts("weights"), checkpoint.aliases(), checkpoint.other())
     wanted = state_dicts.weights_of(model)
-    weights, _ = plan_weights(stored, model, wanted, reader, strict)
-    build_optimizer = None
+    weights, _ = plan_weights(checkpoint.weights(), model, wanted, reader, strict)
+    state = None
     if optimizers:
         params = state_dicts.parameters_of(model, optimizers, wanted)
-        build_optimizer = _plan_optimizer(checkpoint, params, reader)
+        state = _plan_optimizer(checkpoint, params, reader)
     reader.run()
-    return Loaded(
-        {name: build() for name, build in weights.items()},
-        None if build_optimizer is None else build_optimizer(),
-        checkpoint.extra_of(rank),
-    )
+    return Loaded(weights, state, checkpoint.extra_of(rank))
 
 
-# Returns the value. Call it after Reader.run.
-Build = Callable[[], Any]
+# - Plans. They return tensors whose values come with Reader.run.
 
 
 def _plan_tensor(
     name: str, like: torch.Tensor, dtype: torch.dtype, parts: Parts, reader: Reader
-) -> Build:
+) -> torch.Tensor:
     """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
     box = box_of(name, like, 0, 1, reader.known)
     read = torch.empty(local_of(like).shape, dtype=dtype)
-    if box is not None and read.numel():
+    if box is not None:
         reader.add(name, parts[name], box.offset, read)
-
     # It stays on the host. load_state_dict copies one tensor at a time to the device.
-    return lambda: over(read, like)
+    return over(read, like)
 
 
 def _plan_tree(
@@ -91,41 +84,24 @@ def _plan_tree(
     parts: Parts,
     reader: Reader,
     path: Path,
-) -> Build:
+) -> Any:
     """Plan to read an encoded value with its tensors.
 
     Args:
         like: returns a tensor with the placements that the tensor of a name should have.
     """
-    builds = {}
+    tensors = {}
     for name in _tensors_in(tree):
         if name not in parts:
             raise DamagedFileError(f"{path} has no tensor '{name}'.")
         dtype = parts[name][0][1].dtype
-        builds[name] = _plan_tensor(name, like(name), dtype, parts, reader)
-    return lambda: decoded(tree, lambda name: builds[name](), path)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The weights in some files.
-
-    Attributes:
-        path: the directory of the files.
-        parts: the tensors, by name.
-        aliases: other names of tensors, with the name under which each is stored.
-        other: the entries of the model's state dict that are no tensors, encoded.
-    """
-
-    path: Path
-    parts: Parts
-    aliases: dict[str, str]
-    other: dict[str, Any]
+        tensors[name] = _plan_tensor(name, like(name), dtype, parts, reader)
+    return decoded(tree, tensors.__getitem__, path)
 
 
 def plan_weights(
-    stored: Stored, model: nn.Module, wanted: dict[str, Any], reader: Reader, strict: bool
-) -> tuple[dict[str, Build], list[str]]:
+    stored: Weights, model: nn.Module, wanted: dict[str, Any], reader: Reader, strict: bool
+) -> tuple[dict[str, Any], list[str]]:
     """Plan to read a model's weights.
 
     Args:
@@ -136,8 +112,8 @@ def plan_weights(
         strict: whether files and model must have the same names.
 
     Returns:
-        what builds them, by name, and the names of the others. A tied weight may be stored under
-        any one of its names.
+        the weights, by name, and the names of the others. A tied weight may be stored under any one
+        of its names.
 
     Raises:
         ValueError: if names, shapes or kinds of numbers differ.
@@ -156,16 +132,16 @@ def plan_weights(
             f"{stored.path} {' and '.join(differences)}. Load it into the model that it was saved "
             "from, or pass strict=False."
         )
-    builds: dict[str, Build] = {}
+    planned: dict[str, Any] = {}
     for name in (name for name in wanted if name in names):
         if name in other:
             whole = partial(_whole_like, parts)
-            builds[name] = _plan_tree(other[name], whole, parts, reader, stored.path)
+            planned[name] = _plan_tree(other[name], whole, parts, reader, stored.path)
         else:
             source, value = aliases.get(name, name), wanted[name]
             _check_fits(name, parts[source][0], value)
-            builds[name] = _plan_tensor(source, value, value.dtype, parts, reader)
-    return builds, missing
+            planned[name] = _plan_tensor(source, value, value.dtype, parts, reader)
+    return planned, missing
 
 
 def _check_fits(name: str, stored: tuple[TensorFile, Part], value: torch.Tensor) -> None:
@@ -188,7 +164,7 @@ def _whole_like(parts: Parts, name: str) -> torch.Tensor:
 
 def _plan_optimizer(
     checkpoint: Checkpoint, params: dict[str, torch.Tensor], reader: Reader
-) -> Callable[[], state_dicts.State]:
+) -> state_dicts.State:
     if "optimizer" not in checkpoint.files:
         raise ValueError(
             f"{checkpoint.path} was saved without an optimizer. Load it without one, or save with "
@@ -214,13 +190,11 @@ def _plan_optimizer(
     options = [
         _plan_tree(group["options"], whole, parts, reader, checkpoint.path) for group in groups
     ]
-    return lambda: {
-        "state": {name: build() for name, build in states.items()},
-        "groups": [
-            {"names": group["names"], "options": build()}
-            for group, build in zip(groups, options, strict=True)
-        ],
-    }
+    named = [
+        {"names": group["names"], "options": value}
+        for group, value in zip(groups, options, strict=True)
+    ]
+    return {"state": states, "groups": named}
 
 
 def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:

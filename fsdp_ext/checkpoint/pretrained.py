@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
-from fsdp_ext.checkpoint.loading import Stored, plan_weights
+from fsdp_ext.checkpoint.loading import plan_weights
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.reading import Parts, Reader
+from fsdp_ext.checkpoint.reading import Parts, Reader, Weights
 from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
 from fsdp_ext.checkpoint.tensor_files import TensorFile
 
@@ -55,10 +55,10 @@ def load_pretrained(
     with ranks.together("load_pretrained"):
         files = open_files(Path(directory))
         parts: Parts = {name: [(file, file.parts[name])] for name, file in files.items()}
-        stored = Stored(Path(directory), parts, {}, {})
-        builds, missing = plan_weights(stored, model, weights_of(model), reader, strict)
+        stored = Weights(Path(directory), parts, {}, {})
+        weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
         reader.run()
-    set_weights(model, {name: build() for name, build in builds.items()})
+    set_weights(model, weights)
     return missing
 
 

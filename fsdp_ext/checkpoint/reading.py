@@ -7,6 +7,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 
 from fsdp_ext.checkpoint.boxes import KnownParts
 from fsdp_ext.checkpoint.directory import INDEX
-from fsdp_ext.checkpoint.saving import FORMAT, digest
+from fsdp_ext.checkpoint.saving import FORMAT
 from fsdp_ext.checkpoint.tensor_files import (
     BLOCK,
     DamagedFileError,
     Part,
     TensorFile,
+    digest,
     memory_of,
 )
 from fsdp_ext.checkpoint.trees import decode
@@ -31,6 +33,23 @@ _PIECE = 16 * BLOCK  # bytes that one thread reads at a time
 Parts = dict[str, list[tuple[TensorFile, Part]]]
 Job = Callable[[], None]
 Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights in some files.
+
+    Attributes:
+        path: the directory of the files.
+        parts: the tensors, by name.
+        aliases: other names of tensors, with the name under which each is stored.
+        other: the entries of the model's state dict that are no tensors, encoded.
+    """
+
+    path: Path
+    parts: Parts
+    aliases: dict[str, str]
+    other: dict[str, Any]
 
 
 class Checkpoint:
@@ -57,17 +76,14 @@ class Checkpoint:
                 for kind, entries in self.content["files"].items()
             }
 
-    def aliases(self) -> dict[str, str]:
-        """Return the other names of weights, with the name under which each is stored."""
-        return {k: v for part in self._trees("weights", "aliases") for k, v in part.items()}
-
-    def other(self) -> dict[str, Any]:
-        """Return the entries of the model's state dict that are no tensors, encoded."""
-        return {k: v for part in self._trees("weights", "other") for k, v in part.items()}
+    def weights(self) -> Weights:
+        """Return what is stored of the model."""
+        aliases, other = self._merged("weights", "aliases"), self._merged("weights", "other")
+        return Weights(self.path, self.parts("weights"), aliases, other)
 
     def states(self) -> dict[str, Any]:
         """Return the optimizer's state of each parameter, encoded."""
-        return {k: v for part in self._trees("optimizer", "state") for k, v in part.items()}
+        return self._merged("optimizer", "state")
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups: ``names``, and ``options``, which are encoded."""
@@ -75,6 +91,9 @@ class Checkpoint:
         for part in self._trees("optimizer", "groups"):
             groups += [group for group in part if group not in groups]
         return groups
+
+    def _merged(self, kind: str, key: str) -> dict[str, Any]:
+        return {k: v for part in self._trees(kind, key) for k, v in part.items()}
 
     def _trees(self, kind: str, key: str) -> Iterator[Any]:
         for file in self.files[kind]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint.boxes import Box, own_boxes
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.state_dicts import State, optimizer_state, weights_of
-from fsdp_ext.checkpoint.tensor_files import checksum, memory_of, round_up
+from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, round_up
 from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.weights import aliases_of
 
@@ -54,21 +53,59 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
         ValueError: if an optimizer is not the model's.
     """
     state = optimizer_state(model, optimizers)
-    everything = weights_of(model)
-    tensors = {n: value for n, value in everything.items() if isinstance(value, torch.Tensor)}
-    tied = aliases_of(model).items()
-    aliases = {name: first for name, first in tied if {name, first} <= tensors.keys()}
-    weights = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    other = {name: value for name, value in everything.items() if name not in tensors}
-    tree = {name: encode(value, name, weights) for name, value in other.items()}
-    trained = frozenset(name for group in state["groups"] for name in group["names"])
-    contents = {"weights": Content(weights, {"aliases": aliases, "other": tree}, trained)}
+    trained = [name for group in state["groups"] for name in group["names"]]
+    contents = {"weights": content_of_weights(weights_of(model), aliases_of(model), trained)}
     if optimizers:
-        states, options, tree = encoded_optimizer(state)
-        contents["optimizer"] = Content(states | options, tree, frozenset(states))
+        contents["optimizer"] = content_of_optimizer(state)
     if extra is not None:
-        contents["extra"] = _content_of_extra(extra)
+        contents["extra"] = content_of_extra(extra)
     return contents
+
+
+def content_of_weights(
+    weights: Mapping[str, Any], tied: Mapping[str, str], stepped: Iterable[str]
+) -> Content:
+    """Return the content of a file of weights.
+
+    Args:
+        weights: a model's state dict.
+        tied: further names of tied weights, with the first name of each.
+        stepped: the names of the weights that an optimizer steps.
+    """
+    tensors = {name: each for name, each in weights.items() if isinstance(each, torch.Tensor)}
+    aliases = {name: first for name, first in tied.items() if {name, first} <= tensors.keys()}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    others = {name: each for name, each in weights.items() if name not in tensors}
+    encoded = {name: encode(value, name, kept) for name, value in others.items()}
+    return Content(kept, {"aliases": aliases, "other": encoded}, frozenset(stepped))
+
+
+def content_of_optimizer(state: State) -> Content:
+    """Return the content of a file of what :func:`optimizer_state` returns."""
+    tensors: dict[str, torch.Tensor] = {}
+    of_options: dict[str, torch.Tensor] = {}
+    states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
+    groups = [
+        {
+            "names": group["names"],
+            "options": encode(group["options"], f"options of group {number}", of_options),
+        }
+        for number, group in enumerate(state["groups"])
+    ]
+    return Content(tensors | of_options, {"state": states, "groups": groups}, frozenset(tensors))
+
+
+def content_of_extra(extra: Any) -> Content:
+    """Return the content of a file of ``extra``."""
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode(extra, "extra", tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor. extra holds what each rank has of its own: pass its "
+                "to_local() or full_tensor()."
+            )
+    return Content(tensors, tree)
 
 
 @dataclass(frozen=True)
@@ -131,7 +168,7 @@ class Snapshot:
             for name, box in sorted(self.kinds[kind].boxes.items())
             if not box.is_sharded
         ]
-        return checksum(json.dumps([names, self.elements]).encode())
+        return digest([names, self.elements])
 
     def checksums_of_whole_states(self) -> dict[str, str]:
         """Return checksums of the optimizer's states that are no DTensors, if the model has some.
@@ -177,35 +214,6 @@ class Snapshot:
             for kind in self.kinds.values()
             for box in kind.boxes.values()
         )
-
-
-def encoded_optimizer(
-    state: State,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-    """Return what :func:`optimizer_state` returned: tensors of states, of options, and the rest."""
-    tensors: dict[str, torch.Tensor] = {}
-    of_options: dict[str, torch.Tensor] = {}
-    states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
-    groups = [
-        {
-            "names": group["names"],
-            "options": encode(group["options"], f"options of group {number}", of_options),
-        }
-        for number, group in enumerate(state["groups"])
-    ]
-    return tensors, of_options, {"state": states, "groups": groups}
-
-
-def _content_of_extra(extra: Any) -> Content:
-    tensors: dict[str, torch.Tensor] = {}
-    tree = encode(extra, "extra", tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise TypeError(
-                f"{name} is a DTensor. extra holds what each rank has of its own: pass its "
-                "to_local() or full_tensor()."
-            )
-    return Content(tensors, tree)
 
 
 def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -15,8 +15,7 @@ from fsdp_ext.checkpoint.transfers import (
     as_bytes,
     call_roll,
     full_tensor,
-    new_memory,
-    sharded_dims,
+    new_tensor,
     shared,
     to_send,
 )
@@ -155,11 +154,7 @@ class _Flight:
     def land(self, weight: Weight) -> torch.Tensor:
         """Wait for a weight, and return it whole. Its memory is the caller's then."""
         arriving = self._arriving.pop(weight.names[0], None)
-        if arriving is not None:
-            return arriving.wait()
-        if sharded_dims(weight.tensor):
-            return full_tensor(weight, self._dtype)
-        return weight.local
+        return full_tensor(weight, self._dtype) if arriving is None else arriving.wait()
 
 
 @dataclass
@@ -179,7 +174,7 @@ class _Arriving:
     @torch.inference_mode(False)
     def __post_init__(self) -> None:
         nbytes = math.prod(self._shape[1:]) * self.chunk * self.group.size() * self.local.itemsize
-        self.output = new_memory(nbytes, self.local.device)
+        self.output = new_tensor((nbytes,), torch.uint8, self.local.device)
 
     @property
     def _shape(self) -> list[int]:

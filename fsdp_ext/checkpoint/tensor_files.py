@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdp_ext._util.files import naming
 from fsdp_ext.checkpoint import disk
 
 # The name in the file of each dtype, as safetensors has it.
@@ -112,6 +113,11 @@ def checksum(data: Bytes | bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def digest(content: Any) -> str:
+    """Return the checksum of a value of JSON."""
+    return checksum(json.dumps(content).encode())
+
+
 def _blocks(nbytes: int) -> Iterator[slice]:
     for begin in range(0, nbytes, BLOCK):
         yield slice(begin, min(begin + BLOCK, nbytes))
@@ -131,7 +137,7 @@ class Writer:
         tree: more for the metadata of a checkpoint's file, as JSON.
 
     Raises:
-        OSError: the system's own error.
+        OSError: the system's error, with the path, from any of the methods.
         TypeError: if the format has no name for a dtype.
     """
 
@@ -142,6 +148,7 @@ class Writer:
         tree: Any = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
+        self._path = path
         self._parts = parts
         self._tree = tree
         self._metadata = metadata
@@ -153,7 +160,8 @@ class Writer:
         self._pending: list[Bytes] = []
         self._nbytes = 0
         self._owners: list[torch.Tensor] = []
-        self._file = disk.create(path)
+        with naming(path):
+            self._file = disk.create(path)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. Tensors side by side in memory should be neighbours in the file.
@@ -185,8 +193,9 @@ class Writer:
         self._flush()
         header = self._header().ljust(self._start)
         header = _LENGTH.pack(self._start - _LENGTH.size) + header[_LENGTH.size :]
-        disk.write(self._file, [memoryview(header)], 0)
-        disk.flush(self._file)
+        with naming(self._path):
+            disk.write(self._file, [memoryview(header)], 0)
+            disk.flush(self._file)
         return self._position, checksum(header)
 
     def close(self) -> None:
@@ -206,7 +215,8 @@ class Writer:
 
     def _flush(self) -> None:
         if self._pending:
-            disk.write(self._file, self._pending, self._position)
+            with naming(self._path):
+                disk.write(self._file, self._pending, self._position)
         self._position += self._nbytes
         self._pending, self._nbytes = [], 0
         del self._owners[:-1]  # the last one may have more to write

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -44,8 +45,12 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     return local.to(gathering_device(groups, mesh.device_type))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def full_tensor(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-    """Gather a weight on all ranks, by DTensor's own methods."""
+    """Return a whole weight. If ranks share it, all of them gather it by DTensor's own methods."""
+    if not sharded_dims(weight.tensor):
+        return weight.local
     own = to_send(weight, dtype)
     if weight.tensor.numel() == 0:  # FSDP2's shards may have another shape than DTensor expects
         return own.new_empty(weight.tensor.shape)
@@ -59,16 +64,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def new_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return new memory.
+def new_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a new tensor, on the host by default.
 
-    Large memory on the host comes from the system and goes back to it. glibc's heap would keep the
-    holes that tensors leave, and grow by about a unit for each one.
+    The memory of a large one on the host comes from the system and goes back to it. glibc's heap
+    would keep the holes that tensors leave, and grow by about a unit for each one.
     """
-    if device.type != "cpu" or nbytes < _LARGE:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if (device is not None and device.type != "cpu") or nbytes < _LARGE:
+        return torch.empty(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh:

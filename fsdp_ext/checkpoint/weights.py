@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.optim.state_entries import local_of
 from fsdp_ext.sharding.params.flat_parameter import is_flat, own_parameters_shown
 from fsdp_ext.sharding.root.module_state import unit_of, units_below
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
@@ -39,17 +40,12 @@ class Weight:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part of it."""
-        return local_of(self.tensor)
+        """This rank's part of it, without autograd."""
+        return cast(torch.Tensor, local_of(self.tensor)).detach()
 
     def dtype_as(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return its dtype after a cast to ``dtype``, which leaves integers as they are."""
         return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -90,7 +86,7 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
             )
     groups = _groups(model)
     for weight in (weight for group in groups for weight in group):
-        _check(weight.names[0], weight.tensor, caller)
+        _check(weight, caller)
     return groups
 
 
@@ -161,13 +157,14 @@ def _saved_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _check(name: str, tensor: torch.Tensor, caller: str) -> None:
-    if is_flat(tensor):
+def _check(weight: Weight, caller: str) -> None:
+    name = weight.names[0]
+    if is_flat(weight.tensor):
         raise NotImplementedError(
             f"{caller} got a model with the flat parameter '{name}' of PyTorch's FSDP1. Wrap it "
             "with fsdp_ext.FullyShardedDataParallel."
         )
-    if local_of(tensor).is_meta:
+    if weight.local.is_meta:
         raise RuntimeError(
             f"{caller} got a model whose '{name}' is on the meta device. Call "
             "module.to_empty(device=...) before."

@@ -29,8 +29,7 @@ import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.saving import digest
-from fsdp_ext.checkpoint.tensor_files import TensorFile, checksum
+from fsdp_ext.checkpoint.tensor_files import TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
 

@@ -17,7 +17,7 @@ from support.checkpoints import assert_equal, made, sharded
 from support.launcher import run_ranks
 from support.models import Stack
 
-from fsdp_ext.checkpoint import export, gathering, hugging_face
+from fsdp_ext.checkpoint import disk, export, gathering, hugging_face
 from fsdp_ext.checkpoint.ranks import OtherRanksError
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -31,7 +31,7 @@ FAULTS: dict[str, tuple[tuple[Any, str], Exception, str]] = {
         r"partial cannot be written \(No space left on device\)\. Make room",
     ),
     "no permission": (
-        (hugging_face, "Writer"),
+        (disk, "create"),
         NO_PERMISSION,
         r"partial cannot be written \(Permission denied\)\. Make room",
     ),

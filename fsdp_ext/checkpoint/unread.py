@@ -1,0 +1,63 @@
+"""Whole tensors that are stored but not yet read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_ext.checkpoint.reading import Parts, Reader, shape_of
+from fsdp_ext.checkpoint.tensor_files import Part, TensorFile
+from fsdp_ext.checkpoint.transfers import new_tensor
+
+
+class Unread(torch.Tensor):
+    """A tensor that is still in a file: a tensor of its shape and dtype on the meta device.
+
+    Attributes:
+        read: reads the tensor.
+    """
+
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> Unread:
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor.read = read
+        return tensor
+
+    def numpy(self, **_: Any) -> Any:
+        return self.read().numpy()
+
+
+def stored(parts: Parts) -> dict[str, Unread]:
+    """Return the whole tensors of some files, which are still to be read."""
+    return {
+        name: Unread.of(shape_of(of_one), of_one[0][1].dtype, partial(_read, name, of_one))
+        for name, of_one in parts.items()
+    }
+
+
+def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
+    tensor = new_tensor(shape_of(parts), parts[0][1].dtype)
+    reader = Reader()
+    reader.add(name, parts, (0,) * tensor.dim(), tensor)
+    reader.run()
+    return tensor
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """Return the part of each tensor in a file that has whole tensors."""
+    return {name: Part.whole_of(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+
+
+def one_by_one(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the tensors one after the other."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
+
+    for name, tensor in tqdm(tensors.items(), unit="tensor", disable=not tensors):
+        yield name, tensor.read() if isinstance(tensor, Unread) else tensor
