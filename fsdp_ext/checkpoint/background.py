@@ -35,6 +35,7 @@ class Saving:
 
     def __init__(self, write: Callable[[], Path], staged: Staged | None) -> None:
         self._write: Callable[[], Path] | None = write
+        self._process = os.getpid()
         self._staged = staged
         self._future: Future[Path] = Future()
         self.is_reported = False  # whether the caller has been told how it ended
@@ -58,8 +59,10 @@ class Saving:
 
         Raises:
             TimeoutError: if it takes longer.
+            RuntimeError: in a process that was forked before it ended.
             Exception: why it was not saved, as :func:`save` raises it.
         """
+        self._check_process()
         error = self._future.exception(timeout)
         self.is_reported = True
         self.remove_hooks()
@@ -68,7 +71,12 @@ class Saving:
         return self._future.result()
 
     def wait_for_copies(self) -> None:
-        """Wait until everything is copied. From then on, anything may change the model."""
+        """Wait until everything is copied. From then on, anything may change the model.
+
+        Raises:
+            RuntimeError: in a process that was forked before the save ended.
+        """
+        self._check_process()
         if self._staged is not None:
             self._staged.wait()
 
@@ -83,6 +91,13 @@ class Saving:
         """Let optimizers step without waiting."""
         if self._staged is not None:
             self._staged.remove_hooks()
+
+    def _check_process(self) -> None:
+        if self._write is not None and os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked while async_save's thread wrote a checkpoint, and does "
+                "not have the thread. Call the handle's methods in the parent process."
+            )
 
     def _run(self) -> None:
         self._may_run.wait()  # so that Thread.start(), which waits for this, gets the GIL back

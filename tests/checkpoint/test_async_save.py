@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -97,6 +99,29 @@ def test_an_error_is_raised_by_result_or_by_the_next_call(tmp_path: Path, stoppe
         checkpoint.save(tmp_path, model)
     stopped.error = None
     checkpoint.save(tmp_path, model)
+
+
+def test_a_forked_child_gets_an_error_instead_of_waiting(tmp_path: Path, stopped: Stopped) -> None:
+    saving = checkpoint.async_save(tmp_path, nn.Linear(2, 2))
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that hangs
+        signal.alarm(60)
+        for call in (saving.result, saving.wait_for_copies):
+            try:
+                call()
+            except RuntimeError as error:
+                os.write(theirs, f"{error}\n".encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours) as pipe:
+        messages = pipe.readlines()
+    os.waitpid(child, 0)
+    expected = "this process was forked while async_save's thread wrote a checkpoint, and does not"
+    assert [message.startswith(expected) for message in messages] == [True, True]
+    stopped.go_on.set()
+    assert saving.result() == tmp_path / "checkpoint-000001"
 
 
 SCRIPT = """
