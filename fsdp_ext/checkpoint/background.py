@@ -265,7 +265,9 @@ class Staged:
         if memory is None or len(memory) < snapshot.nbytes:
             del memory  # before the new memory, so that both never exist together
             pinned = self._stream is not None
-            memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.empty(
+                snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
         self._memory[what] = memory
         return snapshot.copied(memory)
 

@@ -71,10 +71,10 @@ def _plan_tensor(
     """Plan to read a tensor with the placements of ``like``."""
     # All ranks read their parts, so which rank this is does not matter.
     box = box_of(name, like, 0, 1, reader.known)
-    read = torch.empty(local_of(like).shape, dtype=dtype)
+    # It stays on the host. load_state_dict copies one tensor at a time to the device.
+    read = torch.empty(local_of(like).shape, dtype=dtype, device="cpu")
     if box is not None:
         reader.add(name, parts[name], box.offset, read)
-    # It stays on the host. load_state_dict copies one tensor at a time to the device.
     return over(read, like)
 
 
@@ -159,7 +159,7 @@ def _check_fits(name: str, stored: tuple[TensorFile, Part], value: torch.Tensor)
 
 
 def _whole_like(parts: Parts, name: str) -> torch.Tensor:
-    return torch.empty(shape_of(parts[name]))
+    return torch.empty(shape_of(parts[name]), device="cpu")
 
 
 def _plan_optimizer(
@@ -208,7 +208,7 @@ def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:
             f"{tuple(param.shape)}, so how ranks share it is unknown. Use "
             "torch.distributed.checkpoint for this optimizer."
         )
-    return torch.empty(whole)
+    return torch.empty(whole, device="cpu")
 
 
 def _tensors_in(tree: Any) -> Iterator[str]:

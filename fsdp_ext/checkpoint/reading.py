@@ -125,7 +125,8 @@ class Checkpoint:
         if file is None:
             return None
         tensors = {
-            name: torch.empty(part.shape, dtype=part.dtype) for name, part in file.parts.items()
+            name: torch.empty(part.shape, dtype=part.dtype, device="cpu")
+            for name, part in file.parts.items()
         }
         with file:
             for name, tensor in tensors.items():
@@ -307,7 +308,7 @@ def _read_and_cut(
 ) -> None:
     first, last = rows
     shape = (last - first, *part.shape[1:]) if part.shape else ()
-    read = torch.empty(shape, dtype=part.dtype)
+    read = torch.empty(shape, dtype=part.dtype, device="cpu")
     row = read.numel() * read.element_size() // (last - first)
     file.read(name, first * row, memory_of(read))
     target.copy_(read[(slice(None), *inner)] if part.shape else read)

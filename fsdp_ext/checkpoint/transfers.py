@@ -18,6 +18,7 @@ from fsdp_ext.comm.transports import gathering_device, timeout_of
 from fsdp_ext.optim.state_entries import over
 
 _LARGE = 1 << 20  # bytes
+_HOST = torch.device("cpu")
 
 
 def call_roll(weights: Iterable[Weight], caller: str) -> None:
@@ -65,15 +66,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_tensor(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST
 ) -> torch.Tensor:
-    """Return a new tensor, on the host by default.
+    """Return a new tensor.
 
     The memory of a large one on the host comes from the system and goes back to it. glibc's heap
     would keep the holes that tensors leave, and grow by about a unit for each one.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if (device is not None and device.type != "cpu") or nbytes < _LARGE:
+    if device.type != "cpu" or nbytes < _LARGE:
         return torch.empty(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
