@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -193,7 +193,7 @@ class Reader:
     def add(
         self,
         name: str,
-        parts: Iterable[tuple[TensorFile, Part]],
+        parts: Sequence[tuple[TensorFile, Part]],
         offset: tuple[int, ...],
         into: torch.Tensor,
     ) -> None:
@@ -210,9 +210,7 @@ class Reader:
             DamagedFileError: if elements of the box are in no part.
         """
         missing = into.numel()
-        path = Path()
         for file, part in parts:
-            path = file.path
             common = _common(part, offset, tuple(into.shape))
             if common is None:
                 continue
@@ -222,8 +220,8 @@ class Reader:
             self._jobs[file] += _jobs(file, name, part, of_part, target)
         if missing:
             raise DamagedFileError(
-                f"{path.parent} lacks {missing} of the {into.numel()} elements of '{name}' that "
-                "this rank needs."
+                f"{parts[0][0].path.parent} lacks {missing} of the {into.numel()} elements of "
+                f"'{name}' that this rank needs."
             )
 
     def run(self) -> None:
