@@ -115,13 +115,21 @@ def write_files(
             _remove(directory, f"*{_PARTIAL}")
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
+
+    def remove_index() -> None:  # while names change, the directory has none
+        _remove(directory, INDEX, SINGLE)
+        if write_more is not None:
+            write_more(directory, parts)
+
     try:
-        with ranks.together("export"), contextlib.closing(writing):
+        with ranks.together("export", remove_index), contextlib.closing(writing):
             for name, tensor in tensors(list(files.values())):
                 writing.add(name, tensor)
                 del tensor  # before the next gather needs memory
             writing.check()
-        _publish(directory, parts, files, own, ranks, write_more)
+        with ranks.together("export", partial(_finish, directory, files)):
+            for name in own:
+                disk.rename(directory / (name + _PARTIAL), directory / name)
     except BaseException:
         for name in own:
             with contextlib.suppress(OSError):  # the caller has to see the first error
@@ -238,31 +246,14 @@ class _Export:
         self._writer = None
 
 
-def _publish(
-    directory: Path,
-    parts: Layout,
-    files: dict[str, Layout],
-    own: dict[str, Layout],
-    ranks: Ranks,
-    write_more: Callable[[Path, Layout], object] | None,
-) -> None:
-    """Give the files their names. While names change, the directory has no index."""
-    with ranks.together("export"):
-        if ranks.rank == 0:
-            _remove(directory, INDEX, SINGLE)
-            if write_more is not None:
-                write_more(directory, parts)
-    with ranks.together("export"):
-        for name in own:
-            disk.rename(directory / (name + _PARTIAL), directory / name)
-    with ranks.together("export"):
-        if ranks.rank == 0:
-            stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
-            _remove(directory, *(name for name in stale if name not in files))
-            if SINGLE not in files:
-                disk.before_change()
-                write_text(directory / INDEX, _index(files))
-            disk.flush_directory(directory)
+def _finish(directory: Path, files: dict[str, Layout]) -> None:
+    """Remove the files of an older export, and write the index."""
+    stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
+    _remove(directory, *(name for name in stale if name not in files))
+    if SINGLE not in files:
+        disk.before_change()
+        write_text(directory / INDEX, _index(files))
+    disk.flush_directory(directory)
 
 
 def _index(files: dict[str, Layout]) -> str:

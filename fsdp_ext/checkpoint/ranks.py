@@ -161,19 +161,23 @@ class Ranks:
         return {"rank": self.members[rank], "failed": f"{type(error).__name__}: {error}"}
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, then: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Raise on all ranks if the block raised on any. All ranks enter it.
+
+        Args:
+            what: as :meth:`agree` has it.
+            then: runs on rank 0 after the block has succeeded on all ranks, which wait for it.
 
         Raises:
             Exception: this rank's.
-            OtherRanksError: if the block raised on another rank.
+            OtherRanksError: if the block raised on another rank, or ``then``.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        self.agree(what, failure, lambda _: None)
+        self.agree(what, failure, lambda _: then())
 
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""
