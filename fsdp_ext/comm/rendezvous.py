@@ -310,13 +310,16 @@ class Rendezvous:
 
 
 def waiting() -> Iterator[float]:
-    """Yield the seconds since the first look, with growing pauses between looks."""
+    """Yield the seconds since the first look, with growing pauses between looks.
+
+    A pause is about a fifth of the time since the first look, and so is the longest delay.
+    """
     start = time.monotonic()
     pause = SHORTEST_PAUSE
     while True:
         yield time.monotonic() - start
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(1.25 * pause, LONGEST_PAUSE)
 
 
 def _run(work: Callable[[], list[bytes]], result: Future[list[bytes]]) -> None:
