@@ -174,7 +174,8 @@ class Staged:
     ) -> None:
         self._ranks = ranks
         self._memory = _memory.setdefault(model, {})
-        defers = all(map(_can_wait, optimizers))
+        # Optimizers with hooks before their step run them before anything is stepped.
+        defers = all(hasattr(each, "_optimizer_step_pre_hooks") for each in optimizers)
         self._deferred, others = {}, {}
         for kind, content in contents.items():
             names = content.stepped if defers else ()
@@ -270,11 +271,6 @@ class Staged:
             )
         self._memory[what] = memory
         return snapshot.copied(memory)
-
-
-def _can_wait(optimizer: Optimizer) -> bool:
-    """Return whether a hook before an optimizer's step runs before anything is stepped."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 @functools.cache  # once in a process

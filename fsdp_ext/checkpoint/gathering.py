@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from fsdp_ext.checkpoint.transfers import (
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.transports import gathering_device
 
+T = TypeVar("T")
+
 _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is larger
 
 
@@ -30,7 +33,6 @@ def gathered(
     files: Sequence[Iterable[str]],
     dtype: torch.dtype | None,
     ranks: Ranks,
-    caller: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of this rank's files, in their order. All ranks iterate.
 
@@ -46,9 +48,8 @@ def gathered(
         dtype: the dtype that floating-point tensors are to have; None for that of the sharded
             parameters. They are sent in it if it is smaller.
         ranks: the ranks that write.
-        caller: the public function, for messages.
     """
-    call_roll(weights.values(), caller)
+    call_roll(weights.values(), "export")
     _connect(weights.values())
     ahead: _Step | None = None
     for tensors in [*_steps(weights, files, dtype, ranks), []]:
@@ -83,27 +84,32 @@ def _steps(
     ranks: Ranks,
 ) -> Iterator[list[_Target]]:
     """Yield the tensors of each step: the next few of one file of each rank."""
+
+    def nbytes_of(target: _Target) -> int:
+        return target.weight.tensor.numel() * target.weight.dtype_as(dtype).itemsize
+
     for first in range(0, len(files), ranks.size):
-        cut = [
-            _cut([_Target(name, weights[name], writer) for name in file], dtype)
+        pieces = [
+            cut([_Target(name, weights[name], writer) for name in file], nbytes_of, _STEP)
             for file, writer in zip(files[first:], ranks.members, strict=False)
         ]
-        for together in itertools.zip_longest(*cut, fillvalue=()):
+        for together in itertools.zip_longest(*pieces, fillvalue=()):
             yield [*itertools.chain.from_iterable(together)]
 
 
-def _cut(targets: list[_Target], dtype: torch.dtype | None) -> Iterator[list[_Target]]:
-    """Cut a file's tensors into pieces of at most ``_STEP`` bytes, or of one tensor."""
-    piece: list[_Target] = []
+def cut(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Cut a sequence into pieces of at most ``limit`` bytes, or of one item."""
+    piece: list[T] = []
     size = 0
-    for target in targets:
-        nbytes = target.weight.tensor.numel() * target.weight.dtype_as(dtype).itemsize
-        if piece and size + nbytes > _STEP:
+    for item in items:
+        nbytes = nbytes_of(item)
+        if piece and size + nbytes > limit:
             yield piece
             piece, size = [], 0
-        piece.append(target)
+        piece.append(item)
         size += nbytes
-    yield piece
+    if piece:
+        yield piece
 
 
 class _Step:

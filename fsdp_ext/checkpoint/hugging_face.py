@@ -25,7 +25,7 @@ from torch import nn
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.gathering import gathered
+from fsdp_ext.checkpoint.gathering import cut, gathered
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer
@@ -82,7 +82,7 @@ def export(
     write_files(
         Path(directory),
         parts,
-        lambda files: gathered(weights, files, dtype, ranks, "export"),
+        lambda files: gathered(weights, files, dtype, ranks),
         max_shard_size,
         ranks,
         partial(_write_config, model),
@@ -177,17 +177,11 @@ def _stored(model: nn.Module, weights: list[Weight]) -> dict[str, Weight]:
 
 def _files(parts: Layout, limit: int) -> dict[str, Layout]:
     """Return the tensors of each file, by the files' names."""
-    files: list[Layout] = [{}]
-    size = 0
     for name, part in parts.items():
         if part.dtype not in NAMES:
             raise TypeError(f"'{name}' has dtype {part.dtype}, which safetensors cannot store.")
-        if files[-1] and size + part.nbytes > limit:
-            files.append({})
-            size = 0
-        files[-1][name] = part
-        size += part.nbytes
-    if not files[0]:
+    files = [dict(piece) for piece in cut(parts.items(), lambda item: item[1].nbytes, limit)]
+    if not files:
         raise ValueError("export got a model without weights. Pass one that has parameters.")
     if len(files) == 1:
         return {SINGLE: files[0]}

@@ -187,14 +187,11 @@ def _plan_optimizer(
         if name in params
     }
     whole = partial(_whole_like, parts)
-    options = [
-        _plan_tree(group["options"], whole, parts, reader, checkpoint.path) for group in groups
+    planned = [
+        {**group, "options": _plan_tree(group["options"], whole, parts, reader, checkpoint.path)}
+        for group in groups
     ]
-    named = [
-        {"names": group["names"], "options": value}
-        for group, value in zip(groups, options, strict=True)
-    ]
-    return {"state": states, "groups": named}
+    return {"state": states, "groups": planned}
 
 
 def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:

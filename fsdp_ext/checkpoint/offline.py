@@ -12,8 +12,9 @@ from fsdp_ext.checkpoint.hugging_face import write_files
 from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint
-from fsdp_ext.checkpoint.saving import write_file, write_index
+from fsdp_ext.checkpoint.saving import write_index
 from fsdp_ext.checkpoint.snapshot import Content, content_of_weights
+from fsdp_ext.checkpoint.tensor_files import Writer
 from fsdp_ext.checkpoint.unread import one_by_one, stored, whole_parts
 
 
@@ -39,8 +40,8 @@ def import_files(source: Path, directory: Path) -> Path:
     Returns:
         the new checkpoint.
     """
-    parts = {name: [(file, file.parts[name])] for name, file in open_files(source).items()}
-    return write_checkpoint(directory, {"weights": content_of_weights(stored(parts), {}, ())})
+    weights = content_of_weights(stored(open_files(source)), {}, ())
+    return write_checkpoint(directory, {"weights": weights})
 
 
 def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
@@ -55,8 +56,9 @@ def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
         try:
             files = {}
             for kind, content in contents.items():
-                parts, tensors = whole_parts(content.tensors), one_by_one(content.tensors)
-                files[kind] = write_file(folder, f"{kind}-00000", parts, tensors, content.tree)
+                path = folder / f"{kind}-00000.safetensors"
+                writer = Writer(path, whole_parts(content.tensors), content.tree)
+                files[kind] = writer.write(one_by_one(content.tensors))
             write_index(folder, [files], {})
             return directories.commit(folder)
         except BaseException:

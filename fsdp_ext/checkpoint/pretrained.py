@@ -53,9 +53,7 @@ def load_pretrained(
     ranks = Ranks(process_group)
     reader = Reader()
     with ranks.together("load_pretrained"):
-        files = open_files(Path(directory))
-        parts: Parts = {name: [(file, file.parts[name])] for name, file in files.items()}
-        stored = Weights(Path(directory), parts, {}, {})
+        stored = Weights(Path(directory), open_files(Path(directory)), {}, {})
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
         reader.run()
     set_weights(model, weights)
@@ -65,11 +63,11 @@ def load_pretrained(
 # - The files
 
 
-def open_files(directory: Path) -> dict[str, TensorFile]:
-    """Return the file of each tensor in a directory. Their headers have been checked."""
+def open_files(directory: Path) -> Parts:
+    """Return the tensors in a directory's files. The files' headers have been checked."""
     if (directory / SINGLE).exists():
         single = TensorFile(directory / SINGLE)
-        return dict.fromkeys(single.parts, single)
+        return {name: [(single, part)] for name, part in single.parts.items()}
     if not (directory / INDEX).exists():
         raise FileNotFoundError(
             f"{directory} has neither {SINGLE} nor {INDEX}. Pass a directory that export or "
@@ -90,7 +88,7 @@ def open_files(directory: Path) -> dict[str, TensorFile]:
                 f"{directory / INDEX} says that '{name}' is in {file}, which has no such tensor. "
                 "Copy both from the same export."
             )
-    return {name: opened[file] for name, file in file_of.items()}
+    return {name: [(opened[file], opened[file].parts[name])] for name, file in file_of.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.boxes import without_others
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Snapshot
-from fsdp_ext.checkpoint.tensor_files import Part, Writer, digest
+from fsdp_ext.checkpoint.tensor_files import Writer, digest
 
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
@@ -116,27 +116,12 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, same_names: bool) 
     elements = 0
     for name, kind in snapshot.kinds.items():
         boxes = without_others(kind.boxes) if same_names and name != "extra" else kind.boxes
-        parts = {key: box.part for key, box in boxes.items()}
-        tensors = ((key, box.tensor) for key, box in boxes.items())
-        files[name] = write_file(folder, f"{name}-{rank:05}", parts, tensors, kind.tree)
+        path = folder / f"{name}-{rank:05}.safetensors"
+        writer = Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree)
+        files[name] = writer.write((key, box.tensor) for key, box in boxes.items())
         if name != "extra":
             elements += sum(box.tensor.numel() for box in boxes.values())
     return {"files": files, "elements": elements}
-
-
-def write_file(
-    folder: Path,
-    name: str,
-    parts: Mapping[str, Part],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    tree: Any,
-) -> tuple[str, int, str]:
-    """Write a file with the tensors of all ``parts``, and return its name, size and checksum."""
-    path = folder / f"{name}.safetensors"
-    with Writer(path, parts, tree) as writer:
-        for key, tensor in tensors:
-            writer.add(key, tensor)
-        return path.name, *writer.finish()
 
 
 def write_index(folder: Path, files: list[dict[str, Any]], mesh: dict[str, int]) -> None:

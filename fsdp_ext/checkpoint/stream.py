@@ -64,7 +64,7 @@ def stream_weights(
             f"stream_weights got shard={shard!r}. Pass a function of a name and a shape, or None."
         )
     to = None if device is None else torch.device(device)
-    return _by_name(model, dtype, to, shard, "stream_weights")
+    return _by_name(model, dtype, to, shard)
 
 
 def _by_name(
@@ -72,10 +72,9 @@ def _by_name(
     dtype: torch.dtype | None,
     device: torch.device | None,
     shard: Callable[[str, torch.Size], Any] | None,
-    caller: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    units = weights_by_unit(model, caller)
-    call_roll([weight for unit in units for weight in unit], caller)
+    units = weights_by_unit(model, "stream_weights")
+    call_roll([weight for unit in units for weight in unit], "stream_weights")
     whole = _whole(units, dtype)
     try:
         for weight, gathered in whole:

@@ -184,11 +184,18 @@ class Writer:
                 self._put(memory[block])
         self._checksums[name] = "".join(checksums)
 
-    def finish(self) -> tuple[int, str]:
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int, str]:
+        """Add all tensors, finish the file as :meth:`finish` does, and close it."""
+        with self:
+            for name, tensor in tensors:
+                self.add(name, tensor)
+            return self.finish()
+
+    def finish(self) -> tuple[str, int, str]:
         """Write the header, and flush the file to the disk.
 
         Returns:
-            the file's size, and the checksum of its header.
+            the file's name and size, and the checksum of its header.
         """
         self._flush()
         header = self._header().ljust(self._start)
@@ -196,7 +203,7 @@ class Writer:
         with naming(self._path):
             disk.write(self._file, [memoryview(header)], 0)
             disk.flush(self._file)
-        return self._position, checksum(header)
+        return self._path.name, self._position, checksum(header)
 
     def close(self) -> None:
         os.close(self._file)
