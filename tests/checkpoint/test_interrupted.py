@@ -111,6 +111,43 @@ def test_a_process_that_is_killed_at_any_change_of_the_disk(tmp_path: Path, half
     assert changes > 20
 
 
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power after the rename must not lose a part of the checkpoint."""
+    create, write, rename, fsync = disk.create, disk.write, disk.rename, os.fsync
+    unflushed: set[Path] = set()  # files with data, and directories with names
+    at_rename = []
+
+    def path_of(file: int) -> Path:
+        return Path(os.readlink(f"/proc/self/fd/{file}"))
+
+    def note_create(path: Path) -> int:
+        unflushed.add(path.parent)
+        return create(path)
+
+    def note_write(file: int, buffers: list[memoryview], position: int) -> None:
+        unflushed.add(path_of(file))
+        write(file, buffers, position)
+
+    def note_rename(path: Path, target: Path) -> None:
+        at_rename.append(sorted(unflushed))
+        rename(path, target)
+        unflushed.add(target.parent)
+
+    def note_flush(file: int) -> None:
+        fsync(file)
+        unflushed.discard(path_of(file))
+
+    monkeypatch.setattr(disk, "create", note_create)
+    monkeypatch.setattr(disk, "write", note_write)
+    monkeypatch.setattr(disk, "rename", note_rename)
+    monkeypatch.setattr(os, "fsync", note_flush)
+    checkpoint.save(tmp_path, *made(1.0), {"step": 1})
+    assert at_rename == [[]]
+    assert not unflushed
+
+
 def lose_a_rank(directory: Path, rank: int, number: int) -> tuple[int, int]:
     """Save on two ranks, and kill one of them at a change of the disk. Return how both ended."""
     checkpoint.save(directory, *made(1.0))
