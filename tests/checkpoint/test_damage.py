@@ -131,7 +131,12 @@ def rewrite_index(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the header of the weights, and make sizes and checksums fit."""
-    file = path / FILES[0]
+    header = rewrite_header_of(path / FILES[0], change)
+    entry = [FILES[0], (path / FILES[0]).stat().st_size, checksum(header)]
+    rewrite_index(path, lambda content: content["files"].update(weights=[entry]))
+
+
+def rewrite_header_of(file: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -139,8 +144,7 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None
     text = json.dumps(header).encode()
     text = struct.pack("<Q", len(text)) + text
     file.write_bytes(text + data[8 + length :])
-    entry = [FILES[0], file.stat().st_size, checksum(text)]
-    rewrite_index(path, lambda content: content["files"].update(weights=[entry]))
+    return text
 
 
 LIES: dict[str, Any] = {
@@ -174,6 +178,29 @@ def test_a_part_that_does_not_lie_in_its_tensor(copy: Path, place: list[list[int
     rewrite_header(copy, change)
     with pytest.raises(ValueError, match=r"first\.weight|part|sizes"):
         checkpoint.load(copy, *made())
+
+
+def test_tensors_over_one_another_in_a_file_without_checksums(tmp_path: Path) -> None:
+    checkpoint.export(Net(width=2), tmp_path)
+
+    def change(header: dict[str, Any]) -> None:
+        header["first.bias"]["data_offsets"] = header["second.bias"]["data_offsets"]
+
+    rewrite_header_of(tmp_path / "model.safetensors", change)
+    with pytest.raises(checkpoint.DamagedFileError, match=r"has tensor .* at byte .* instead of"):
+        checkpoint.load_pretrained(Net(width=2), tmp_path)
+
+
+def _save_halves(place: Path) -> None:
+    checkpoint.save(place, fsdp_ext.fully_shard(nn.Linear(4, 4, bias=False)))
+
+
+def test_an_index_that_lacks_the_files_of_a_rank(tmp_path: Path) -> None:
+    run_ranks(_save_halves, 2, tmp_path)
+    path = tmp_path / "checkpoint-000001"
+    rewrite_index(path, lambda content: content["files"]["weights"].pop())
+    with pytest.raises(checkpoint.DamagedFileError, match="lacks 8 of the 16 elements of 'weight'"):
+        checkpoint.load(path, nn.Linear(4, 4, bias=False))
 
 
 def test_an_index_that_names_a_file_elsewhere(copy: Path) -> None:

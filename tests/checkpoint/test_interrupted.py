@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
 
 KILLED = 9  # the exit code of a process that ended itself
@@ -87,6 +88,8 @@ def survives(directory: Path, number: int, half: bool) -> bool:
     code = code_of(start_child(save))
     newest = checkpoint.latest(directory)
     assert newest is not None
+    for path in directories.checkpoints(directory):
+        assert checkpoint.load(path, *made(0.0)) == {"step": int(path.name[-1])}
     model, optimizer = made(0.0)
     step = checkpoint.load(directory, model, optimizer)["step"]
     assert step == int(newest.name[-1])
