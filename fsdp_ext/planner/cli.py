@@ -42,15 +42,16 @@ def run(arguments: Sequence[str]) -> int:
         )
         return 2
     args = vars(parser.parse_args(arguments))  # what is not taken out is an argument of plan()
-    factory, names, path, limit = map(args.pop, ("model", "units", "json", "memory_limit"))
+    factory, path, limit = map(args.pop, ("model", "json", "memory_limit"))
     dtypes = {name: args.pop(name) for name in ("param_dtype", "reduce_dtype")}
     # None if nothing was asked for: a sharded model has its own policy.
     policy = MixedPrecisionPolicy(**dtypes) if any(dtypes.values()) else None
     try:
         model = _model(factory)
+        args["units"] = _classes(model, args["units"]) or None
         args["link"] = _link("--link", args["link"])
         args["replica_link"] = _link("--replica-link", args["replica_link"])
-        result = plan(model, units=_classes(model, names) or None, mp_policy=policy, **args)
+        result = plan(model, mp_policy=policy, **args)
         print(result)
         if path is not None:
             result.to_json(path)

@@ -826,6 +826,11 @@ def test_the_command_ends_with_1_where_memory_does_not_do(
         ("plan_factory:make", ["--units", "Blok"], "--units names 'Blok', but the classes"),
         (
             "plan_factory:make",
+            ["--link", "avian", "--units", "Blok"],
+            "--units names 'Blok', but the classes",
+        ),
+        (
+            "plan_factory:make",
             ["--link", "avian"],
             "--link 'avian' is neither a file nor one of",
         ),
