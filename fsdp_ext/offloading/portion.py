@@ -14,7 +14,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # not on a default device
 _ALIGNMENT = 64  # bytes, of each state in the memory of a portion
 
 

@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -203,3 +205,14 @@ def test_imports_are_found_wherever_they_are(source: str, expected: set[str]) ->
 def test_a_cycle_is_found_and_shown() -> None:
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_an_import_leaves_the_default_device_alone() -> None:
+    # Without a GPU, a tensor on the default device would raise.
+    script = """
+import torch
+torch.set_default_device("cuda")
+import fsdp_ext
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
