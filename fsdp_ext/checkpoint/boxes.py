@@ -71,7 +71,8 @@ def box_of(
     key = (mesh, tensor.placements, whole)
     known = {} if known is None else known
     if key not in known:
-        known[key] = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+        with torch.device("cpu"):  # DTensor computes with tensors on the default device
+            known[key] = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
     shape, offset = known[key]
     if tuple(local.shape) != tuple(shape) or any(p.is_partial() for p in tensor.placements):
         raise TypeError(

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+from support.launcher import run_ranks
 from torch import nn
 
-from fsdp_ext import checkpoint
+from fsdp_ext import checkpoint, fully_shard
 from fsdp_ext.checkpoint import export, load_pretrained
 
 
-def _trained() -> tuple[nn.Linear, torch.optim.AdamW]:
+def _trained(is_sharded: bool) -> tuple[nn.Linear, torch.optim.AdamW]:
     model = nn.Linear(3, 2)
+    if is_sharded:
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
     return model, optimizer
 
 
-def test_values_are_read_and_copied_on_the_host(tmp_path: Path) -> None:
-    saved, of_saved = _trained()
-    loaded, of_loaded = _trained()
-    exported, _ = _trained()
+def _come_back(place: Path, is_sharded: bool) -> None:
+    saved, of_saved = _trained(is_sharded)
+    loaded, of_loaded = _trained(is_sharded)
+    exported, _ = _trained(is_sharded)
     with torch.device("meta"):
         extra = {"tensor": torch.arange(3, device="cpu")}
-        checkpoint.async_save(tmp_path / "runs", saved, of_saved, extra).result()
-        got = checkpoint.load(tmp_path / "runs", loaded, of_loaded)
-        export(saved, tmp_path / "exported", dtype=torch.bfloat16)
-        load_pretrained(exported, tmp_path / "exported")
+        checkpoint.async_save(place / "runs", saved, of_saved, extra).result()
+        got = checkpoint.load(place / "runs", loaded, of_loaded)
+        export(saved, place / "exported", dtype=torch.bfloat16)
+        load_pretrained(exported, place / "exported")
     assert torch.equal(got["tensor"], torch.arange(3))
     for name, weight in saved.named_parameters():
         other = loaded.get_parameter(name)
@@ -36,3 +40,8 @@ def test_values_are_read_and_copied_on_the_host(tmp_path: Path) -> None:
         assert torch.equal(exported.get_parameter(name), weight.bfloat16().float())
         for key, value in of_saved.state[weight].items():
             assert torch.equal(of_loaded.state[other][key], value)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
+def test_values_are_read_and_copied_on_the_host(tmp_path: Path, is_sharded: bool) -> None:
+    run_ranks(_come_back, 1, tmp_path, is_sharded)
