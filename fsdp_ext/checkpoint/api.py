@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +25,8 @@ def latest(directory: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
+@torch.inference_mode(False)  # DTensors cannot be detached there
+@torch.no_grad()
 def save(
     directory: str | Path,
     model: nn.Module,
@@ -72,6 +75,8 @@ def save(
     return write(snapshot, directory, ranks, keep)
 
 
+@torch.inference_mode(False)  # DTensors cannot be detached there
+@torch.no_grad()
 def async_save(
     directory: str | Path,
     model: nn.Module,
@@ -132,6 +137,8 @@ def async_save(
     return background.start(work, staged)
 
 
+@torch.inference_mode(False)  # DTensors cannot be detached there
+@torch.no_grad()
 def load(
     directory: str | Path,
     model: nn.Module,

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,6 +22,8 @@ from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
 from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 
+@torch.inference_mode(False)  # DTensors cannot be detached there
+@torch.no_grad()
 def load_pretrained(
     model: nn.Module,
     directory: str | os.PathLike[str],

@@ -1,8 +1,9 @@
-"""Checkpoints do not depend on the default device, under which a program makes its tensors."""
+"""Checkpoints depend neither on the default device nor on inference mode."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ def _trained(is_sharded: bool) -> tuple[nn.Linear, torch.optim.AdamW]:
     return model, optimizer
 
 
-def _come_back(place: Path, is_sharded: bool) -> None:
+def _come_back(place: Path, is_sharded: bool, mode: Any) -> None:
     saved, of_saved = _trained(is_sharded)
     loaded, of_loaded = _trained(is_sharded)
     exported, _ = _trained(is_sharded)
-    with torch.device("meta"):
+    with mode:
         extra = {"tensor": torch.arange(3, device="cpu")}
         checkpoint.async_save(place / "runs", saved, of_saved, extra).result()
         got = checkpoint.load(place / "runs", loaded, of_loaded)
@@ -41,7 +42,12 @@ def _come_back(place: Path, is_sharded: bool) -> None:
         for key, value in of_saved.state[weight].items():
             assert torch.equal(of_loaded.state[other][key], value)
 
+    of_loaded.step()
+
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
-def test_values_are_read_and_copied_on_the_host(tmp_path: Path, is_sharded: bool) -> None:
-    run_ranks(_come_back, 1, tmp_path, is_sharded)
+@pytest.mark.parametrize(
+    "mode", [torch.device("meta"), torch.inference_mode()], ids=["default device", "inference mode"]
+)
+def test_checkpoints_come_back(tmp_path: Path, is_sharded: bool, mode: Any) -> None:
+    run_ranks(_come_back, 1, tmp_path, is_sharded, mode)
