@@ -162,4 +162,6 @@ def to_dcp(source: Path, target: Path) -> None:
     except CheckpointException as error:
         shutil.rmtree(target, ignore_errors=True)
         [(cause, _)] = error.failures.values()
+        if type(cause) is RuntimeError:  # torch.save's, which does not name the disk's error
+            raise OSError(f"{target} cannot be written; is the disk full? ({cause})") from error
         raise cause from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,16 @@ def test_a_conversion_that_fails_leaves_nothing(
     assert cli.run("convert", [str(path), str(tmp_path / "new")]) == 1
     assert "has damaged data in tensor 'weight'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_conversion_to_a_full_disk_names_the_target(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "saved", nn.Linear(512, 512))
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_ext", "convert", str(path), str(tmp_path / "dcp")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path / 'dcp'} cannot be written; is the disk full?" in done.stderr
+    assert not (tmp_path / "dcp").exists()
