@@ -144,8 +144,13 @@ def plan_weights(
     return planned, missing
 
 
-def _check_fits(name: str, stored: tuple[TensorFile, Part], value: torch.Tensor) -> None:
+def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:
     file, part = stored
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"{file.path} has '{name}' as a tensor, and the model as a {type(value).__name__}. "
+            "Load it into the model that it was saved from."
+        )
     if part.whole != tuple(value.shape):
         raise ValueError(
             f"{file.path} has '{name}' of shape {part.whole}, and the model has shape "

@@ -93,3 +93,25 @@ def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> 
     checkpoint.save(tmp_path, *trained(NotLoadable, 0, unchanged))
     with pytest.raises(ValueError, match=r"returns 'model\.first\.weight', which its .* Override"):
         checkpoint.load(tmp_path, *trained(NotLoadable, 1, unchanged))
+
+
+class WithMore(nn.Linear):
+    """It saves what it is given beside its weights."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__(2, 2)
+        self.more = more
+
+    def get_extra_state(self) -> Any:
+        return self.more
+
+    def set_extra_state(self, state: Any) -> None:
+        self.more = state
+
+
+def test_a_tensor_is_not_loaded_into_something_else(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, WithMore(torch.ones(2)))
+    model = WithMore({"steps": 3})
+    with pytest.raises(ValueError, match=r"'_extra_state' as a tensor, and the model as a dict"):
+        checkpoint.load(tmp_path, model)
+    assert model.more == {"steps": 3}
