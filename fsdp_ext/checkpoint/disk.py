@@ -74,7 +74,7 @@ def remove_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory at once."""
+    """Remove a file or a directory. It counts as one change."""
     before_change()
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

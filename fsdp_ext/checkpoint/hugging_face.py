@@ -116,13 +116,13 @@ def write_files(
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
 
-    def remove_index() -> None:  # while names change, the directory has none
-        _remove(directory, INDEX, SINGLE)
+    def begin_renaming() -> None:
+        _remove(directory, INDEX, SINGLE)  # the directory has no index while names change
         if write_more is not None:
             write_more(directory, parts)
 
     try:
-        with ranks.together("export", remove_index), contextlib.closing(writing):
+        with ranks.together("export", begin_renaming), contextlib.closing(writing):
             for name, tensor in tensors(list(files.values())):
                 writing.add(name, tensor)
                 del tensor  # before the next gather needs memory

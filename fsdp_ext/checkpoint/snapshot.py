@@ -81,7 +81,7 @@ def content_of_weights(
 
 
 def content_of_optimizer(state: State) -> Content:
-    """Return the content of a file of what :func:`optimizer_state` returns."""
+    """Return the content of an optimizer's file, from the result of :func:`optimizer_state`."""
     tensors: dict[str, torch.Tensor] = {}
     of_options: dict[str, torch.Tensor] = {}
     states = {name: encode(value, name, tensors) for name, value in state["state"].items()}

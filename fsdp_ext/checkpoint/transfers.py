@@ -70,8 +70,8 @@ def new_tensor(
 ) -> torch.Tensor:
     """Return a new tensor.
 
-    The memory of a large one on the host comes from the system and goes back to it. glibc's heap
-    would keep the holes that tensors leave, and grow by about a unit for each one.
+    A large tensor on the host has memory that the system maps, and gets back when it is freed.
+    glibc's heap would keep the holes that tensors leave, and grow by about a unit for each one.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < _LARGE:

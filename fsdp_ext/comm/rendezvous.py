@@ -312,7 +312,7 @@ class Rendezvous:
 def waiting() -> Iterator[float]:
     """Yield the seconds since the first look, with growing pauses between looks.
 
-    A pause is about a fifth of the time since the first look, and so is the longest delay.
+    Each pause is about a fifth of the time so far, so the caller is at most that much late.
     """
     start = time.monotonic()
     pause = SHORTEST_PAUSE
