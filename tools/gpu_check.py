@@ -11,7 +11,7 @@ bench   packing beside a plain copy, a step beside FSDP2, host overhead, clippin
 more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
         collectives
 
-Each step belongs to one part, except for the build, which all parts run first.
+All parts begin with the build. Every other step belongs to one part.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new

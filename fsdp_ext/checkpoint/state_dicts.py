@@ -27,7 +27,7 @@ from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """Return what a model's state dict has, by name without the prefixes of wrappers."""
-    # Without wrappers, state_dict() returns the same as get_model_state_dict, several times faster.
+    # For a model without wrappers both return the same, and state_dict() is several times faster.
     return get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
 
 

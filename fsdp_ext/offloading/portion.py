@@ -35,7 +35,7 @@ class Portion:
     device: torch.Tensor = _NOTHING  # a part of a staging tensor
 
     def __post_init__(self) -> None:
-        # Entries of offloaded states are noted. There are none yet.
+        # The optimizer has no states yet. Later, these entries note the offloaded ones.
         self.entries = StateEntries({}, self.params(), is_offloaded)
 
     def params(self) -> Iterator[nn.Parameter]:

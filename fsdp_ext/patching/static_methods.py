@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullySharded
 
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
-# The replaced methods that the class itself defines; None for those of its bases.
+# What serve_both has replaced, by name: a method of the class itself, or None for an inherited one.
 _own: dict[str, Any] = {}
 _fsdp_modules = FullyShardedDataParallel.fsdp_modules
 

@@ -262,11 +262,12 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
         cut(late.seconds, Cause.LATE_RANK, late.rank)
     start, idle = _idle_before(step, awaited, wait)
     around = step.pass_of(wait)
-    # Whether no unit has finished its compute yet in this forward or backward.
+    # A gather is among the first if no unit of this forward or backward has computed before it.
     is_first = around is None or step.first_end[around.begin, around.work] > wait.begin
     if is_first:
         idle = {Cause.ISSUED_LATE: idle.get(Cause.ISSUED_LATE, 0.0)}
-    # An earlier start of the lane would have hidden this part. Causes share it in proportion.
+    # If the lane had not been idle, this part of the wait would be hidden. It is divided among the
+    # causes in proportion to their idle seconds.
     early = min(left, max(sum(idle.values()) - step.used[start], 0.0))
     step.used[start] += early
     left -= early

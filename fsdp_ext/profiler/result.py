@@ -44,7 +44,7 @@ class Recording:
             sum(param.sharded.numel() for param in unit.params if param.requires_grad)
             for unit in units
         ]
-        # Units with equal bytes and equally many trained elements are assumed to compute alike.
+        # Units of the same kind are assumed to take the same time to compute.
         self.kinds: Sequence[Hashable] = list(zip(self.sizes, trainable, strict=True))
         self.transport = root.lanes.transport
         self.is_simulated = root.lanes.is_simulated

@@ -92,7 +92,7 @@ def tune(
     """
     units = units_of(model)
     on_host = units[0].device.type == "cpu"
-    # Before ranks compare arguments: the group may lack the collectives for that.
+    # This comes before ranks compare arguments, because such a group may lack the collectives.
     refuse_inline(on_host and is_inline(units[0].ranks.shard_group), "tune")
     refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):

@@ -208,7 +208,7 @@ def test_a_cycle_is_found_and_shown() -> None:
 
 
 def test_an_import_leaves_the_default_device_alone() -> None:
-    # Without a GPU, a tensor on the default device would raise.
+    # There is no GPU here, so an import that makes a tensor on the default device would raise.
     script = """
 import torch
 torch.set_default_device("cuda")

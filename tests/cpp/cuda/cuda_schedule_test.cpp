@@ -711,8 +711,7 @@ TEST(CudaWindows, AGradientThatIsHeldOnOneRankIsReducedThroughAWindow) {
   EXPECT_EQ(nccl.plain_reductions, 0);
 }
 
-// See Note [graph capture].
-// A capture has to follow a few steps.
+// Before a capture, a few steps have to run: Note [graph capture].
 void step_before_capture(Rank& rank) {
   for (auto& unit : rank.units) {
     unit->keep_gradients();
