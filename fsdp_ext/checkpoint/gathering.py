@@ -168,11 +168,10 @@ class _Step:
         """Wait, and yield the tensors that this rank writes."""
         self._finish()
         for target in self._targets:
+            whole = self._whole.pop(target.name, None)
             if shared(target.weight.tensor) is None:
-                whole = full_tensor(target.weight, self._dtype)
-            elif target.writer == self._me:
-                whole = self._whole.pop(target.name)
-            if target.writer == self._me:
+                whole = full_tensor(target.weight, self._dtype)  # all ranks gather it
+            if whole is not None and target.writer == self._me:
                 yield target.name, whole
 
     @torch.inference_mode(False)
