@@ -125,7 +125,7 @@ docs-figures: extension  ## draw docs/figures anew, from steps that run (simulat
 MORE = 1, 3 and 4 ranks in most tests, long random programs, soak, fuzz, every benchmark, libraries that use FSDP, the sanitizers, the CUDA build, the emulated GPU
 
 .PHONY: test
-test:  ## run the C++ tests and pytest on 2 ranks, in 7 to 9 minutes on two cores
+test:  ## run the C++ tests and pytest on 2 ranks, in 8 to 11 minutes on two cores
 	@if tools/ensure_gtest.sh; then ran="the C++ tests, " not=""; \
 	elif [ -n "$(REQUIRE_CPP_TESTS)" ]; then echo "FAILED: the C++ tests need GoogleTest"; exit 1; \
 	else ran="" not="the C++ tests (GoogleTest is missing), "; fi; \
