@@ -635,7 +635,7 @@ FAULTS = (
     Fault(
         "states that the user replaces have no effect",
         f"{OPTIM}/state_entries.py",
-        "all_same(map(dict.get, self._homes, self.names), values)",
+        "_C.have_entries(self._homes, self.names, values)",
         "True",
         python=("flat_optimizers", "offload_optimizer"),
     ),
@@ -648,7 +648,7 @@ FAULTS = (
     Fault(
         "a shard in other memory is not noticed",
         f"{OPTIM}/flat_runs.py",
-        "list(map(torch.Tensor.data_ptr, self._locals)) == self._addresses",
+        "self._addresses.are_of(self._locals)",
         "True",
         python=("flat_optimizers", "optimizers"),
     ),

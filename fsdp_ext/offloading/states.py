@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_ext import _C
 from fsdp_ext.offloading.copy_streams import CopyStreams
 from fsdp_ext.offloading.portion import Portion, is_offloaded
-from fsdp_ext.optim.state_entries import all_same
 from fsdp_ext.sharding.root.unit import Unit, owners_of
 
 
@@ -125,10 +125,7 @@ class OffloadedStates:
         return (portion for portion in self._portions if portion.is_sharded)
 
     def _is_plan_of(self, params: list[list[nn.Parameter]]) -> bool:
-        return len(params) == len(self._params) and all(
-            len(now) == len(then) and all_same(now, then)
-            for now, then in zip(params, self._params, strict=True)
-        )
+        return len(params) == len(self._params) and all(map(_C.same_objects, params, self._params))
 
     def _plan(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's parameters into portions, the rest of them last."""

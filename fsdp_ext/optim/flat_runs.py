@@ -13,7 +13,6 @@ has no gradient, or if its gradient lies elsewhere or has another dtype.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,12 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
-from fsdp_ext.optim.state_entries import all_same
+from fsdp_ext.optim.state_entries import local_of
 from fsdp_ext.sharding.params.dtensors import Spread
 from fsdp_ext.sharding.params.sharded_param import ShardedParam, lies_in
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
-
-_local_tensor_of = operator.attrgetter("_local_tensor")  # in C, unlike local_of
 
 
 @dataclass
@@ -125,9 +122,9 @@ class FlatRuns:
         self._flat = list(map(_flat_shard_of, self._units))
         self._versions = list(map(_version_of, self._units))
         self._placed = [each.entry.sharded for each in placed]
-        self._locals = list(map(_local_tensor_of, self._placed))
+        self._locals = [local_of(param) for param in self._placed]
         # share_memory_() and .data give a tensor other memory.
-        self._addresses = list(map(torch.Tensor.data_ptr, self._locals))
+        self._addresses = _C.Addresses(self._locals)
 
     @property
     def units(self) -> list[Unit]:
@@ -137,12 +134,11 @@ class FlatRuns:
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the same runs would be found for ``params`` now."""
         return (
-            len(params) == len(self.params)
-            and all_same(params, self.params)
+            _C.same_objects(params, self.params)
             and list(map(_version_of, self._units)) == self._versions
-            and all_same(map(_flat_shard_of, self._units), self._flat)
-            and all_same(map(_local_tensor_of, self._placed), self._locals)
-            and list(map(torch.Tensor.data_ptr, self._locals)) == self._addresses
+            and _C.same_objects(list(map(_flat_shard_of, self._units)), self._flat)
+            and _C.have_attribute(self._placed, "_local_tensor", self._locals)
+            and self._addresses.are_of(self._locals)
         )
 
 

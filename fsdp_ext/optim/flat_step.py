@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_ext import _C
 from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
-from fsdp_ext.optim.state_entries import StateEntries, all_same, local_of, over
+from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -138,8 +139,7 @@ class FlatStep(Optimizer):
         params = [param for group in part.params for param in group]
         for param in params:
             param.grad = None
-        is_same = len(before) == len(part.groups) and all_same(before, part.groups)
-        if not is_same and params[0].is_cuda:
+        if not _C.same_objects(before, part.groups) and params[0].is_cuda:
             # States were copied on the stream of the reduction. Backward must not get the memory of
             # the old ones before that.
             torch.cuda.current_stream().synchronize()
@@ -179,17 +179,14 @@ class _Part:
         self.params = params or []
         self.groups: list[_Group] = []
         self._watches_all = watches_all
-        self._dicts: list[Any] = []  # the optimizer's states
+        self._noted: tuple[list[Any], list[Any]] = [], []  # the optimizer's states
 
     def find_groups(self, states: dict[Any, Any]) -> list[_Group]:
         """Return the runs of each group of parameters."""
         before: list[_Group | None] = [*self.groups]
         before += [None] * (len(self.params) - len(before))
-        is_noted = False
-        if self._watches_all:
-            # Looking up each parameter would call the hash function of tensors, which is Python's.
-            dicts = [*states, *states.values()]
-            is_noted = len(dicts) == len(self._dicts) and all_same(dicts, self._dicts)
+        # Looking up each parameter would call the hash function of tensors, which is Python's.
+        is_noted = self._watches_all and _C.has_items(states, *self._noted)
         self.groups = [
             known
             if known is not None and known.is_of(params, None if is_noted else states)
@@ -200,8 +197,8 @@ class _Part:
 
     def note(self, states: dict[Any, Any]) -> None:
         """Note the states after a step."""
-        if self._watches_all:
-            self._dicts = [*states, *states.values()]
+        if self._watches_all and not _C.has_items(states, *self._noted):
+            self._noted = [*states], [*states.values()]
 
 
 class _Group:
@@ -250,7 +247,7 @@ class _Group:
             each.end_step(states)
         self._alone = []
         values = self._values_of_runs()
-        if len(values) != len(self._published) or not all_same(values, self._published):
+        if not _C.same_objects(values, self._published):
             self._publish(states)
         for scalars in self._scalars:
             scalars.follow()

@@ -13,8 +13,9 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from fsdp_ext import _C
 from fsdp_ext.optim.owned_matrices import OwnedMatrices, ShardedMatrix
-from fsdp_ext.optim.state_entries import all_same, local_of, over
+from fsdp_ext.optim.state_entries import local_of, over
 
 # PyTorch's code orthogonalises in this dtype, so shards may travel in it.
 _DTYPE = torch.bfloat16
@@ -138,7 +139,7 @@ class _Matrices:
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether these are the matrices of ``params``."""
-        return len(params) == len(self._params) and all_same(params, self._params)
+        return _C.same_objects(params, self._params)
 
     def apply(self, function: _Function, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Apply a function of whole matrices, which may overwrite them.

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext import _C
+
 
 class StateEntries:
     """The entries of an optimizer's states for some parameters.
-
-    Each step calls :meth:`are_in`, which loops in C, with ``map``, and not in Python.
 
     Args:
         states: the optimizer's.
@@ -31,7 +31,7 @@ class StateEntries:
     ) -> None:
         self._params = list(params)
         self._dicts: list[dict[str, Any]] = list(filter(None, map(states.get, self._params)))
-        self._count = sum(map(len, self._dicts))  # of all entries
+        self._count = _C.total_length(self._dicts)  # of all entries
         found = [
             (values, name)
             for values in self._dicts
@@ -48,28 +48,16 @@ class StateEntries:
     def are_in(self, states: Mapping[Any, Any], values: list[Any]) -> bool:
         """Return whether the optimizer has the same dicts as before, with ``values`` in them."""
         dicts = list(filter(None, map(states.get, self._params)))
-        return (
-            len(dicts) == len(self._dicts)
-            and all_same(dicts, self._dicts)
-            and self.have_only(values)
-        )
+        return _C.same_objects(dicts, self._dicts) and self.have_only(values)
 
     def have_only(self, values: list[Any]) -> bool:
         """Return whether the dicts have ``values``, and no other entries than before."""
-        return (
-            sum(map(len, self._dicts)) == self._count
-            and len(values) == len(self._homes)
-            and all_same(map(dict.get, self._homes, self.names), values)
-        )
+        has_count = _C.total_length(self._dicts) == self._count
+        return has_count and _C.have_entries(self._homes, self.names, values)
 
     def put(self, values: list[Any]) -> None:
         """Replace the noted entries."""
         deque(map(operator.setitem, self._homes, self.names, values), maxlen=0)
-
-
-def all_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    """Return whether two iterables of equal length have the same objects."""
-    return all(map(operator.is_, left, right))
 
 
 def local_of(value: Any) -> Any:

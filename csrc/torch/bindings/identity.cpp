@@ -1,0 +1,119 @@
+// Whether lists and dicts still have the objects that were noted: what an optimizer's step checks
+// of each parameter. Only addresses are compared, so objects that no cache has are not touched.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <vector>
+
+#include "torch/bindings/registrations.h"
+
+namespace py = pybind11;
+
+namespace fsdp {
+namespace {
+
+bool same_objects(const py::list& left, const py::list& right) {
+  if (left.size() != right.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    if (PyList_GET_ITEM(left.ptr(), i) != PyList_GET_ITEM(right.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool has_items(const py::dict& dict, const py::list& keys, const py::list& values) {
+  if (dict.size() != keys.size() || dict.size() != values.size()) {
+    return false;
+  }
+  Py_ssize_t position = 0;
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (std::size_t i = 0; PyDict_Next(dict.ptr(), &position, &key, &value) != 0; ++i) {
+    if (key != PyList_GET_ITEM(keys.ptr(), i) || value != PyList_GET_ITEM(values.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::size_t total_length(const py::list& dicts) {
+  std::size_t total = 0;
+  for (const py::handle dict : dicts) {
+    total += py::len(dict);
+  }
+  return total;
+}
+
+bool have_entries(const py::list& dicts, const py::list& names, const py::list& values) {
+  if (dicts.size() != values.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyObject* value = PyDict_GetItemWithError(dicts[i].ptr(), names[i].ptr());
+    if (value == nullptr && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    if (value != PyList_GET_ITEM(values.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool have_attribute(const py::list& objects, const py::str& name, const py::list& values) {
+  if (objects.size() != values.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (objects[i].attr(name).ptr() != PyList_GET_ITEM(values.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Where the memory of tensors begins. It keeps no tensor alive.
+class Addresses {
+ public:
+  explicit Addresses(const py::list& tensors) : noted_(tensors.size()) {
+    for (std::size_t i = 0; i < noted_.size(); ++i) {
+      noted_[i] = address_of(tensors, i);
+    }
+  }
+
+  bool are_of(const py::list& tensors) const {
+    if (tensors.size() != noted_.size()) {
+      return false;
+    }
+    for (std::size_t i = 0; i < noted_.size(); ++i) {
+      if (noted_[i] != address_of(tensors, i)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  static const void* address_of(const py::list& tensors, std::size_t i) {
+    return THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i)).const_data_ptr();
+  }
+
+  std::vector<const void*> noted_;
+};
+
+}  // namespace
+
+void register_identity(py::module_& m) {
+  m.def("same_objects", &same_objects);
+  m.def("has_items", &has_items);
+  m.def("total_length", &total_length);
+  m.def("have_entries", &have_entries);
+  m.def("have_attribute", &have_attribute);
+  py::class_<Addresses>(m, "Addresses")
+      .def(py::init<const py::list&>(), py::arg("tensors"))
+      .def("are_of", &Addresses::are_of, py::arg("tensors"));
+}
+
+}  // namespace fsdp
