@@ -324,6 +324,17 @@ def _replaced_states_are_taken() -> None:
     pair.train(2)
 
 
+def _states_may_be_added() -> None:
+    pair = Pair()
+    pair.train(2)
+    for optimizer in (pair.ours, pair.torchs):
+        optimizer.param_groups[0]["amsgrad"] = True
+        for param in optimizer.param_groups[0]["params"]:
+            largest = torch.ones_like(optimizer.state[param]["exp_avg_sq"])
+            optimizer.state[param]["max_exp_avg_sq"] = largest
+    pair.train(2)
+
+
 def _parameters_may_be_replaced() -> None:
     pair = Pair()
     pair.train(2)
@@ -432,16 +443,22 @@ def _states_may_have_entries_of_the_user() -> None:
 
 
 def _parameters_may_get_other_memory() -> None:
-    pair = Pair()
-    pair.train(2)
-    for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
-        backward(model, 7)
-        for param in model.parameters():
-            local = param.to_local()
-            if local.numel():
-                param._local_tensor.data = local.detach().clone()
-        optimizer.step()
-    pair.compare()
+    def in_place(param: Any) -> None:
+        param._local_tensor.data = param._local_tensor.detach().clone()
+
+    def by_another_tensor(param: Any) -> None:
+        param._local_tensor = param._local_tensor.detach().clone()
+
+    for move in (in_place, by_another_tensor):
+        pair = Pair()
+        pair.train(2)
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            backward(model, 7)
+            for param in model.parameters():
+                if _local(param).numel():
+                    move(param)
+            optimizer.step()
+        pair.compare()
 
 
 def _gradients_may_have_another_dtype() -> None:
@@ -516,6 +533,7 @@ def _an_optimizer_is_copied() -> None:
         _state_dicts_go_both_ways,
         _distributed_state_dicts_go_both_ways,
         _replaced_states_are_taken,
+        _states_may_be_added,
         _parameters_may_be_replaced,
         _gradients_may_be_held,
         _parameters_may_be_added,
