@@ -132,7 +132,7 @@ def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: objec
             )
         if wrapper._comm_hook is not None:
             raise MisuseError("A communication hook is already registered")
-        if wrapper._sharded._fsdp_ext_unit.root is not None:
+        if wrapper._fsdp_ext_unit.root is not None:
             raise RuntimeError(
                 "register_comm_hook was called after the first forward. Call it before."
             )

@@ -35,12 +35,12 @@ def remove_wrapper_names(
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
     form = Form.of_model(wrapper._state_dict_settings)
     names = _own_names(wrapper, state_dict, prefix)
-    if wrapper._sharded._fsdp_ext_unit.is_summoned:
+    if wrapper._fsdp_ext_unit.is_summoned:
         _take_summoned(module, state_dict, prefix, names, form)
-    flat = wrapper._sharded._fsdp_ext_unit.flat_param
+    flat = wrapper._fsdp_ext_unit.flat_param
     if form.is_local and flat is not None:
         state_dict[prefix + FLAT] = flat.local_shard(state_dict[prefix + FLAT])
-    form.convert_all(state_dict, names, wrapper._sharded._fsdp_ext_unit.ranks)
+    form.convert_all(state_dict, names, wrapper._fsdp_ext_unit.ranks)
 
 
 def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
@@ -87,8 +87,8 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
 def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Bring a wrapper's own entries into the form that its parameters load."""
     wrapper = cast(Any, module)
-    settle(wrapper._sharded._fsdp_ext_unit)
-    flat = wrapper._sharded._fsdp_ext_unit.flat_param
+    settle(wrapper._fsdp_ext_unit)
+    flat = wrapper._fsdp_ext_unit.flat_param
     if flat is not None and not Form.of_model(wrapper._state_dict_settings).is_local:
         flat.hide()
     local: Any = state_dict.get(prefix + FLAT)
@@ -105,7 +105,7 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
             is_summoned = sharded is not None and isinstance(value, DTensor)
             state_dict[name] = whole_copy(value) if is_summoned else value
     except Exception:
-        show_flat(wrapper._sharded._fsdp_ext_unit)
+        show_flat(wrapper._fsdp_ext_unit)
         raise
 
 
@@ -126,7 +126,7 @@ def shard_whole_parameters(
 
 def clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
     """After loading, report names without the wrapper's."""
-    unit = cast(Any, module)._sharded._fsdp_ext_unit
+    unit = cast(Any, module)._fsdp_ext_unit
     show_flat(unit)
     adopt_changes(unit)  # assign=True has made a new flat parameter, or others
     mark_flattened(unit)

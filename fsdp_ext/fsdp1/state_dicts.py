@@ -32,6 +32,7 @@ from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_f
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.root.agreement import exchange
 from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.conversions import reshard_and_forget
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 
@@ -49,7 +50,7 @@ class StateDictMethods:
             RuntimeError: if a rank does not call it within the timeout of the process group.
         """
         wrapper: Any = self
-        unit = wrapper._sharded._fsdp_ext_unit
+        unit = wrapper._fsdp_ext_unit
         settle(unit)
         form = Form.of_model(wrapper._state_dict_settings)
         names = contextlib.nullcontext() if form.is_local else own_parameters_shown(unit)
@@ -64,7 +65,7 @@ class StateDictMethods:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         finally:  # after an error, too
             for wrapper in self.fsdp_modules(self):
-                show_flat(wrapper._sharded._fsdp_ext_unit)
+                show_flat(wrapper._fsdp_ext_unit)
 
     @classmethod
     def set_state_dict_type(
@@ -381,7 +382,7 @@ class StateDictMethods:
     def _flat_parameters(
         cls, names: list[str], params: list[nn.Parameter], model: nn.Module
     ) -> FlatParameters:
-        units = [wrapper._sharded._fsdp_ext_unit for wrapper in cls.fsdp_modules(model)]
+        units = [wrapper._fsdp_ext_unit for wrapper in cls.fsdp_modules(model)]
         flats = [unit.flat_param for unit in dict.fromkeys(units) if unit.flat_param is not None]
         return FlatParameters(names, params, flats)
 
@@ -389,7 +390,7 @@ class StateDictMethods:
     def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:
         """Return the names of an optimizer's parameters in the model."""
         for wrapper in cls.fsdp_modules(model):
-            wrapper._sharded.reshard()  # the optimizer has the sharded parameters
+            reshard_and_forget(wrapper._fsdp_ext_unit)  # the optimizer has the sharded ones
         names = {param: name for name, param in model.named_parameters()}
         if any(param not in names for param in params):
             raise ValueError(
@@ -413,7 +414,7 @@ class StateDictMethods:
                 f"the {type(model).__name__} has no FullyShardedDataParallel in it. Pass "
                 "a wrapped model."
             )
-        unit: Unit = wrappers[0]._sharded._fsdp_ext_unit
+        unit: Unit = wrappers[0]._fsdp_ext_unit
         return unit
 
 

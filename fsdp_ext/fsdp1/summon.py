@@ -317,7 +317,7 @@ class SummonMethods:
         wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
         taken = wrappers if recurse else wrappers[:1]
         # A wrapper around a wrapper shares the unit of the one inside, and has nothing to summon.
-        units = [each._sharded._fsdp_ext_unit for each in taken if not each._wraps_wrapper]
+        units = [each._fsdp_ext_unit for each in taken if not each._wraps_wrapper]
         for unit in units:
             check_summons(unit, how, "summon_full_params")
         with gathered_by_all(units, "summon_full_params"):

@@ -31,12 +31,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.fsdp1.setup import CHECKPOINTED
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
-from fsdp_ext.sharding.api.handles import UnshardHandle
 from fsdp_ext.sharding.params.flat_parameter import make_flat, parts_of_flat
 from fsdp_ext.sharding.root.module_state import (
     managed_modules,
     sharded_module,
-    unit_of,
     units_below,
     units_of,
 )
@@ -186,32 +184,6 @@ class HandleView(_View):
         reshard(self._unit)
 
 
-class UnitMethods:
-    """The unit of a wrapped module, with methods of ``FSDPModule``.
-
-    Under FSDP1 the module keeps its class, so it has no such methods itself.
-
-    Args:
-        module: the wrapped module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    @property
-    def _fsdp_ext_unit(self) -> Unit:
-        unit = unit_of(self._module)
-        assert unit is not None
-        return unit
-
-    def _fsdp_ext_units(self, recurse: bool, caller: str = "") -> list[Unit]:
-        return units_below(self._module) if recurse else units_of(self._module)
-
-    reshard: Any = FSDPModule.reshard
-    unshard: Any = FSDPModule.unshard
-    set_requires_gradient_sync: Any = FSDPModule.set_requires_gradient_sync
-
-
 class WrapperViews:
     """Attributes of FSDP1's wrapper that other code reads."""
 
@@ -237,9 +209,18 @@ class WrapperViews:
     _wraps_wrapper: bool
 
     @property
-    def _sharded(self) -> UnitMethods:
-        """The wrapped module's unit, with methods of ``FSDPModule``."""
-        return UnitMethods(sharded_module(cast(nn.Module, self)))
+    def _fsdp_ext_unit(self) -> Unit:
+        """The wrapped module's unit."""
+        (unit,) = self._fsdp_ext_units(recurse=False)
+        return unit
+
+    def _fsdp_ext_units(self, recurse: bool, caller: str = "") -> list[Unit]:
+        """Return the units that methods of ``FSDPModule`` concern, if they are called on this."""
+        module = sharded_module(cast(nn.Module, self))
+        return units_below(module) if recurse else units_of(module)
+
+    _unshard: Any = FSDPModule.unshard
+    _set_requires_gradient_sync: Any = FSDPModule.set_requires_gradient_sync
 
     @property
     def rank(self) -> int:
@@ -255,13 +236,13 @@ class WrapperViews:
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
         if self.sharding_strategy not in HYBRID:
             return None
-        group: dist.ProcessGroup = self._sharded._fsdp_ext_unit.ranks.mesh.get_group(0)
+        group: dist.ProcessGroup = self._fsdp_ext_unit.ranks.mesh.get_group(0)
         return group
 
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank computes on."""
-        device: torch.device = self._sharded._fsdp_ext_unit.device
+        device: torch.device = self._fsdp_ext_unit.device
         return device
 
     @property
@@ -271,7 +252,7 @@ class WrapperViews:
     @property
     def training_state(self) -> TrainingState:
         """Whether the model runs, is idle, or has whole parameters in ``summon_full_params``."""
-        unit: Unit = self._sharded._fsdp_ext_unit
+        unit = self._fsdp_ext_unit
         if unit.is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if unit.phase() == "idle" else TrainingState.FORWARD_BACKWARD
@@ -286,11 +267,11 @@ class WrapperViews:
 
     @property
     def _has_params(self) -> bool:
-        return not self._wraps_wrapper and bool(self._sharded._fsdp_ext_unit.params)
+        return not self._wraps_wrapper and bool(self._fsdp_ext_unit.params)
 
     @property
     def _handle(self) -> HandleView | None:
-        return HandleView(self._sharded._fsdp_ext_unit) if self._has_params else None
+        return HandleView(self._fsdp_ext_unit) if self._has_params else None
 
     @property
     def _flat_param(self) -> Any:
@@ -313,12 +294,12 @@ class WrapperViews:
 
     @property
     def _sync_gradients(self) -> bool:
-        syncs: bool = self._sharded._fsdp_ext_unit.settings.requires_gradient_sync
+        syncs: bool = self._fsdp_ext_unit.settings.requires_gradient_sync
         return syncs
 
     @_sync_gradients.setter
     def _sync_gradients(self, value: bool) -> None:
-        self._sharded.set_requires_gradient_sync(value, recurse=False)
+        self._set_requires_gradient_sync(value, recurse=False)
 
     @property
     def _state_dict_type(self) -> StateDictType:
@@ -334,10 +315,6 @@ class WrapperViews:
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         return self.mixed_precision.buffer_dtype is not None
-
-    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        handle: UnshardHandle | None = self._sharded.unshard(async_op)
-        return handle
 
 
 def mark_flattened(unit: Unit) -> None:

@@ -78,7 +78,7 @@ from fsdp_ext.sharding.root.module_state import (
     sharded_module,
 )
 from fsdp_ext.sharding.root.optimizer_hooks import let_optimizers_go_on
-from fsdp_ext.sharding.torch_compat.conversions import convert_shards
+from fsdp_ext.sharding.torch_compat.conversions import convert_shards, reshard_and_forget
 
 
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):
@@ -260,15 +260,15 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         )
         convert_shards(module)
         set_state(self, ModuleState(module))
-        self._sharded._fsdp_ext_unit.change(
+        self._fsdp_ext_unit.change(
             keep_low_precision_grads=precision.keep_low_precision_grads,
             shows_accumulated=True,
             calls_setattr=os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1",
         )
         self._use_orig_params = use_orig_params
         if not use_orig_params:
-            flatten_unit(self._sharded._fsdp_ext_unit)
-        mark_flattened(self._sharded._fsdp_ext_unit)
+            flatten_unit(self._fsdp_ext_unit)
+        mark_flattened(self._fsdp_ext_unit)
         for (owner, name), param in originals.items():
             now = owner._parameters[name]
             if now is not None and now is not param and is_sharded(now):
@@ -278,7 +278,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
         refuse_torchs_methods(self)
-        owners: set[Any] = {owner for owner, _ in self._sharded._fsdp_ext_unit.attributes()}
+        owners: set[Any] = {owner for owner, _ in self._fsdp_ext_unit.attributes()}
         for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 
@@ -303,7 +303,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         # The unit cannot do this: it is made before it is known whether it is the root's.
         if self._is_root and self.mixed_precision.cast_root_forward_inputs:
             dtype = self.mixed_precision.param_dtype
-            if dtype is not None and not self._sharded._fsdp_ext_unit.is_summoned:
+            if dtype is not None and not self._fsdp_ext_unit.is_summoned:
                 args, kwargs = map_floating(lambda x: x.to(dtype), (args, kwargs))
         return module(*args, **kwargs)
 
@@ -353,7 +353,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        unit = self._sharded._fsdp_ext_unit
+        unit = self._fsdp_ext_unit
         if self._wraps_wrapper:
             super().apply(fn)
             return self
@@ -394,11 +394,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         """
         self._expect_root("no_sync")
         before = self._sync_gradients
-        self._sharded.set_requires_gradient_sync(False)
+        self._set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._sharded.set_requires_gradient_sync(before)
+            self._set_requires_gradient_sync(before)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -424,7 +424,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._expect_root("clip_grad_norm_")
         limits = Limits.of(max_norm, norm_type)
         for wrapper in self.fsdp_modules(self):
-            wrapper._sharded.reshard()  # the sharded parameters have the gradients
+            reshard_and_forget(wrapper._fsdp_ext_unit)  # the sharded parameters have the gradients
         return clip(list(self.parameters()), limits)
 
     # FSDP1 has no such method. Errors about ranks that run different units advise it.
@@ -465,6 +465,4 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         check_communication_hook(self._is_root, wrappers, hook)
         for wrapper in wrappers:
             wrapper._comm_hook, wrapper._comm_hook_state = hook, state
-            wrapper._sharded._fsdp_ext_unit.change(
-                communication_hook=CommunicationHook(hook, state)
-            )
+            wrapper._fsdp_ext_unit.change(communication_hook=CommunicationHook(hook, state))

@@ -62,7 +62,7 @@ def parity(
 
 def assert_padding_is_zero(wrapped: Any) -> None:
     for wrapper in FSDP.fsdp_modules(wrapped):
-        unit = wrapper._sharded._fsdp_ext_unit
+        unit = wrapper._fsdp_ext_unit
         if unit.flat_param is None:
             continue
         for flat in (unit.flat_param.param.detach(), unit.flat_param.param.grad):

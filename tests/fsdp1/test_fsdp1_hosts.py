@@ -35,7 +35,7 @@ def _train_by_host() -> None:
     wrapped = FSDP(model, sharding_strategy=strategy)
     assert_equal(train(wrapped, model), want)
     sets = [[0, 1], [2, 3]]
-    units = [one._sharded._fsdp_ext_unit for one in wrapped.fsdp_modules(wrapped)]
+    units = [one._fsdp_ext_unit for one in wrapped.fsdp_modules(wrapped)]
     assert [unit.ranks.mesh.mesh.tolist() for unit in units] == [sets] * len(units)
 
 
@@ -49,7 +49,7 @@ def _sets_by_host(sizes: list[str], machines: list[str]) -> list[list[int]]:
         wrapped = fsdp_ext.FullyShardedDataParallel(
             nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD
         )
-    sets: list[list[int]] = wrapped._sharded._fsdp_ext_unit.ranks.mesh.mesh.tolist()
+    sets: list[list[int]] = wrapped._fsdp_ext_unit.ranks.mesh.mesh.tolist()
     return sets
 
 

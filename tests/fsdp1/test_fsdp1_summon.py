@@ -233,7 +233,7 @@ def _gathers() -> None:
     x = torch.randn(3, models.DIM)
     for _ in range(3):
         model(x)
-    impl = model._sharded._fsdp_ext_unit.root.impl
+    impl = model._fsdp_ext_unit.root.impl
     impl.enable_log(True)
     for recurse, gathered in ((True, []), (False, ["blocks.0 to blocks.2"] * 3)):
         with FSDP.summon_full_params(model, recurse=recurse):
@@ -245,11 +245,11 @@ def _gathers() -> None:
 @torch.no_grad()
 def _gathers_around() -> None:
     model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
-    for unit in model._sharded._fsdp_ext_units(recurse=True):
+    for unit in model._fsdp_ext_units(recurse=True):
         unit.change(bucket_bytes=0)
     for _ in range(3):
         run(model, model, 0)
-    impl = model._sharded._fsdp_ext_unit.root.impl
+    impl = model._fsdp_ext_unit.root.impl
     impl.enable_log(True)
     with FSDP.summon_full_params(model.blocks[1]):
         run(model, model, 0)
