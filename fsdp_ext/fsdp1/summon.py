@@ -8,7 +8,7 @@ sharded parameters again, with the values that were written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -160,7 +160,7 @@ def _refuse_backward(param: torch.Tensor) -> NoReturn:
     )
 
 
-def check_summons(unit: Unit, how: Summoning, caller: str) -> None:
+def _check(unit: Unit, how: Summoning, caller: str) -> None:
     """Raise MisuseError or NotImplementedError if ``unit`` cannot be summoned now."""
     if unit.is_summoned:
         raise MisuseError(
@@ -187,25 +187,34 @@ def check_summons(unit: Unit, how: Summoning, caller: str) -> None:
 
 
 @contextlib.contextmanager
-def summon(unit: Unit, how: Summoning, caller: str) -> Iterator[None]:
-    """Give the modules of ``unit`` whole parameters. All ranks enter this.
+def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]:
+    """Give the modules of ``units`` whole parameters. All ranks enter this.
 
     Args:
-        unit: the unit; units inside of it stay as they are.
+        units: the units; those inside of them stay as they are.
         how: the arguments of ``summon_full_params``.
         caller: name of the public function, for messages.
 
     Raises:
-        MisuseError: in forward or backward, and if the unit is summoned already.
+        MisuseError: in forward or backward, and if a unit is summoned already.
+        NotImplementedError: for gradients of flat parameters.
+        RuntimeError: if a rank does not enter it.
         ValueError: if a parameter was given another shape inside.
     """
-    check_summons(unit, how, caller)
-    settle(unit)
-    with own_parameters_shown(unit):
-        yield from _put_whole(unit, how)
+    for unit in units:
+        _check(unit, how, caller)
+    with gathered_by_all(units, caller):
+        pass  # the block may differ between ranks, and may have collectives of its own
+    with contextlib.ExitStack() as summoned:
+        for unit in units:
+            settle(unit)
+            summoned.enter_context(own_parameters_shown(unit))
+            summoned.enter_context(_whole_parameters(unit, how))
+        yield
 
 
-def _put_whole(unit: Unit, how: Summoning) -> Iterator[None]:
+@contextlib.contextmanager
+def _whole_parameters(unit: Unit, how: Summoning) -> Iterator[None]:
     stands = _gather(unit, how)
     if how.rank0_only and not is_rank_0(unit.ranks):
         stands = []
@@ -318,11 +327,5 @@ class SummonMethods:
         taken = wrappers if recurse else wrappers[:1]
         # A wrapper around a wrapper shares the unit of the one inside, and has nothing to summon.
         units = [each._fsdp_ext_unit for each in taken if not each._wraps_wrapper]
-        for unit in units:
-            check_summons(unit, how, "summon_full_params")
-        with gathered_by_all(units, "summon_full_params"):
-            pass  # the block of the user may be another one on each rank
-        with contextlib.ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(summon(unit, how, "summon_full_params"))
+        with summon(units, how, "summon_full_params"):
             yield

@@ -59,10 +59,9 @@ from fsdp_ext.fsdp1.state_dict_hooks import (
     shard_whole_parameters,
 )
 from fsdp_ext.fsdp1.state_dicts import StateDictMethods
-from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, check_summons, summon
+from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
-from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.optim.clip import Limits, clip
 from fsdp_ext.sharding.api.arguments import check_modules
 from fsdp_ext.sharding.api.entry import make_units
@@ -353,14 +352,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        unit = self._fsdp_ext_unit
-        if self._wraps_wrapper:
-            super().apply(fn)
-            return self
-        check_summons(unit, Summoning(), "apply")
-        with gathered_by_all([unit], "apply"):
-            pass  # the function may have collectives of its own
-        with summon(unit, Summoning(), "apply"):
+        # A wrapper around a wrapper shares the unit of the one inside, which summons it.
+        units = [] if self._wraps_wrapper else [self._fsdp_ext_unit]
+        with summon(units, Summoning(), "apply"):
             super().apply(fn)
         return self
 
