@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
-    CPUOffload,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
@@ -43,7 +42,10 @@ from fsdp_ext.sharding.torch_compat.state_dict_hooks import converting, reshard
 
 
 class _View:
-    """A view whose error for any other attribute lists those that it has."""
+    """A view of a unit. The error for any other attribute lists those that the view has."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def __getattr__(self, name: str) -> NoReturn:
         known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
@@ -67,13 +69,14 @@ class _View:
 class FlatParamView(_View):
     """The parameters of a unit, as FSDP1's ``FlatParameter``."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
     @property
     def _fqns(self) -> tuple[str, ...]:
         """The name of each parameter in the unit's module. A tied parameter has one name."""
-        return names_in_module(self._unit)
+        (wrapped,) = self._unit.modules
+        prefixes = {module: f"{name}." if name else "" for name, module in wrapped.named_modules()}
+        attributes = [param.attributes[0] for param in self._unit.params]
+        names = (prefixes[module] + name for module, name in attributes)
+        return tuple(name.replace(f"{CHECKPOINTED}.", "") for name in names)
 
     @property
     def _params(self) -> list[nn.Parameter]:
@@ -142,9 +145,6 @@ class FlatParamView(_View):
 class HandleView(_View):
     """A unit, as FSDP1's ``FlatParamHandle``."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
     @property
     def flat_param(self) -> Any:
         """The unit's flat parameter, or a view of its parameters."""
@@ -162,8 +162,7 @@ class HandleView(_View):
 
     @property
     def _offload_params(self) -> bool:
-        offloads: bool = self._unit.settings.offloads
-        return offloads
+        return self._unit.settings.offloads
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -200,12 +199,10 @@ class WrapperViews:
     mixed_precision: MixedPrecision
     sharding_strategy: ShardingStrategy
     process_group: dist.ProcessGroup
-    cpu_offload: CPUOffload
     fsdp_modules: Callable[[Any], list[Any]]
     _state_dict_settings: StateDictSettings
 
     _fsdp_extension = None
-    _use_orig_params: bool
     _wraps_wrapper: bool
 
     @property
@@ -236,14 +233,12 @@ class WrapperViews:
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
         if self.sharding_strategy not in HYBRID:
             return None
-        group: dist.ProcessGroup = self._fsdp_ext_unit.ranks.mesh.get_group(0)
-        return group
+        return self._fsdp_ext_unit.ranks.mesh.get_group(0)
 
     @property
     def compute_device(self) -> torch.device:
         """The device that this rank computes on."""
-        device: torch.device = self._fsdp_ext_unit.device
-        return device
+        return self._fsdp_ext_unit.device
 
     @property
     def _device_handle(self) -> _FSDPDeviceHandle:
@@ -294,8 +289,7 @@ class WrapperViews:
 
     @property
     def _sync_gradients(self) -> bool:
-        syncs: bool = self._fsdp_ext_unit.settings.requires_gradient_sync
-        return syncs
+        return self._fsdp_ext_unit.settings.requires_gradient_sync
 
     @_sync_gradients.setter
     def _sync_gradients(self, value: bool) -> None:
@@ -330,21 +324,8 @@ def flatten_unit(unit: Unit) -> None:
         return
     flat: Any = unit.flat_param.param
     setattr(flat, FSDP_FLATTENED, True)
-    flat._fqns = names_in_module(unit)
     flat._params = None
-    flat._shapes = tuple(param.shape for param in unit.params)
-    flat._numels = tuple(shape.numel() for shape in flat._shapes)
+    view = FlatParamView(unit)
+    flat._fqns, flat._shapes, flat._numels = view._fqns, view._shapes, view._numels
     for module in managed_modules(unit.modules):
         cast(Any, module)._fsdp_use_orig_params = False
-
-
-def names_in_module(unit: Unit) -> tuple[str, ...]:
-    """Return the name of each parameter in the unit's module. A tied parameter has one name."""
-    prefixes = {
-        module: f"{name}." if name else ""
-        for top in unit.modules
-        for name, module in top.named_modules()
-    }
-    attributes = [param.attributes[0] for param in unit.params]
-    names = (prefixes[module] + name for module, name in attributes)
-    return tuple(name.replace(f"{CHECKPOINTED}.", "") for name in names)

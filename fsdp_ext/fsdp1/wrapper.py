@@ -284,7 +284,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     # - The module
 
     _is_root: bool
-    sharding_strategy: ShardingStrategy
+    _use_orig_params: bool
 
     @property
     def module(self) -> nn.Module:
