@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
-    OffloadPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.fully_sharded_data_parallel import (
@@ -146,12 +144,6 @@ def check_same_ranks(outer: ShardingStrategy, inner: ShardingStrategy) -> None:
                 f"wrappers of one model have the strategies {inner} and {outer}, which shard over "
                 "different ranks. That is not supported; pass the same sharding_strategy to each."
             )
-
-
-def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
-    """Return FSDP2's policy for FSDP1's ``cpu_offload``."""
-    offloads = cpu_offload is not None and cpu_offload.offload_params
-    return CPUOffloadPolicy() if offloads else OffloadPolicy()
 
 
 def resolve_device(device_id: Any) -> torch.device | None:

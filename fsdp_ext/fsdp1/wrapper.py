@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -41,7 +42,6 @@ from fsdp_ext.fsdp1.setup import (
     check_same_ranks,
     check_single_device,
     materialise,
-    offload_policy,
     own_modules,
     own_parameters,
     own_tensors,
@@ -177,8 +177,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
                 "unit of its own. Pass it to the wrapper inside."
             )
         refuse_torchs_wrappers(module)
-        full = ShardingStrategy.FULL_SHARD
-        strategy = full if sharding_strategy is None else sharding_strategy
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         precision = MixedPrecision() if mixed_precision is None else mixed_precision
         check_arguments(strategy, cpu_offload, backward_prefetch, precision, param_init_fn)
         ignored, ignored_params = resolve_ignored(module, ignored_modules, ignored_states)
@@ -188,17 +187,11 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
         strategy = strategy_on(mesh, strategy)
         if auto_wrap_policy is not None:
-            kwargs.update(auto_wrap_policy=None, ignored_modules=None)
-            kwargs.update(process_group=None, device_mesh=mesh, sharding_strategy=strategy)
-            kwargs["ignored_states"] = [*ignored, *ignored_params]
-            wrap_children(
-                module,
-                auto_wrap_policy,
-                ignored,
-                ignored_params,
-                kwargs,
-                FullyShardedDataParallel,
-            )
+            kwargs.update(auto_wrap_policy=None, sharding_strategy=strategy)
+            kwargs.update(process_group=None, device_mesh=mesh)
+            kwargs.update(ignored_modules=None, ignored_states=[*ignored, *ignored_params])
+            cls = FullyShardedDataParallel
+            wrap_children(module, auto_wrap_policy, ignored, ignored_params, kwargs, cls)
         check_container(module, ignored_params)
         for wrapper in self.fsdp_modules(module):
             check_same_ranks(strategy, wrapper.sharding_strategy)
@@ -237,47 +230,53 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         hooked.register_state_dict_post_hook(remove_wrapper_names)
         hooked.register_load_state_dict_pre_hook(add_wrapper_names)
         hooked.register_load_state_dict_post_hook(clean_incompatible_keys)
+        refuse_torchs_methods(self)
         if isinstance(module, FullyShardedDataParallel):
-            set_state(self, ModuleState(sharded_module(module)))
             self._use_orig_params = module._use_orig_params
-            refuse_torchs_methods(self)
-            return
-        originals = own_parameters(own.values()) if use_orig_params else {}
+            set_state(self, ModuleState(sharded_module(module)))
+        else:
+            self._use_orig_params = use_orig_params
+            originals = own_parameters(own.values()) if use_orig_params else {}
+            self._make_unit(module, mesh, originals, check_every)
+
+    def _make_unit(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        originals: dict[tuple[nn.Module, str], nn.Parameter],
+        check_every: int | None,
+    ) -> None:
+        """Make the unit of ``module``, whose parameters take over from ``originals``."""
+        precision = self.mixed_precision
         make_units(
             [module],
             mesh=mesh,
-            reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
+            reshard_after_forward=RESHARD_AFTER_FORWARD[self.sharding_strategy],
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype or precision.param_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
-            offload_policy=offload_policy(cpu_offload),
-            ignored_params=ignored_params,
+            offload_policy=CPUOffloadPolicy() if self.cpu_offload.offload_params else None,
+            ignored_params=self._ignored_params,
             check_every=check_every,
             sets_classes=False,
         )
         convert_shards(module)
         set_state(self, ModuleState(module))
-        self._fsdp_ext_unit.change(
+        unit = self._fsdp_ext_unit
+        unit.change(
             keep_low_precision_grads=precision.keep_low_precision_grads,
             shows_accumulated=True,
             calls_setattr=os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1",
         )
-        self._use_orig_params = use_orig_params
-        if not use_orig_params:
-            flatten_unit(self._fsdp_ext_unit)
-        mark_flattened(self._fsdp_ext_unit)
-        for (owner, name), param in originals.items():
-            now = owner._parameters[name]
-            if now is not None and now is not param and is_sharded(now):
-                if type(param) is nn.Parameter:  # not what other classes add
-                    carry_attributes(param, now)
-                hand_over(param, now)
-        if use_orig_params and not are_children_wrapped():
+        if not self._use_orig_params:
+            flatten_unit(unit)
+        mark_flattened(unit)
+        _hand_over(originals)
+        if self._use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
-        refuse_torchs_methods(self)
-        owners: set[Any] = {owner for owner, _ in self._fsdp_ext_unit.attributes()}
+        owners: set[Any] = {owner for owner, _ in unit.attributes()}
         for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
 
@@ -460,3 +459,13 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         for wrapper in wrappers:
             wrapper._comm_hook, wrapper._comm_hook_state = hook, state
             wrapper._fsdp_ext_unit.change(communication_hook=CommunicationHook(hook, state))
+
+
+def _hand_over(originals: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Let sharded parameters have the attributes and the optimizers of the original ones."""
+    for (module, name), param in originals.items():
+        sharded = module._parameters[name]
+        if sharded is not None and sharded is not param and is_sharded(sharded):
+            if type(param) is nn.Parameter:  # not what other classes add
+                carry_attributes(param, sharded)
+            hand_over(param, sharded)
