@@ -7,7 +7,7 @@ and broadcasts the tensors of the unit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -96,8 +96,7 @@ def check_arguments(
             f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
             "MixedPrecision(param_dtype=...)."
         )
-    check_dtypes("mixed_precision", precision, computed=("param_dtype", "reduce_dtype"))
-    check_dtypes("mixed_precision", precision, cast=("buffer_dtype",))
+    check_dtypes("mixed_precision", precision, cast="buffer_dtype")
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         as_bool("mixed_precision", name, getattr(precision, name))
     if cpu_offload is not None:
@@ -343,21 +342,31 @@ def refuse_torchs_wrappers(module: nn.Module) -> None:
             )
 
 
+def _named_parameters(
+    own: dict[str, nn.Module], ignored: set[nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that the modules ``own`` have themselves, without ignored ones."""
+    for prefix, module in own.items():
+        for name, param in module.named_parameters(prefix, recurse=False):
+            if param not in ignored:
+                yield name, param
+
+
 def refuse_subclasses(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
     """Raise NotImplementedError if a parameter that no unit has made needs ``fully_shard``."""
-    for prefix, module in own.items():
-        for attribute, param in module.named_parameters(prefix, recurse=False):
-            if isinstance(param, DTensor) and param not in ignored and not is_sharded(param):
-                raise NotImplementedError(
-                    f"parameter '{attribute}' is a DTensor already (tensor parallelism), which "
-                    "FullyShardedDataParallel does not support. Use fully_shard, which does."
-                )
-            if param not in ignored and not is_sharded(param) and keeps_own_rows(attribute, param):
-                raise NotImplementedError(
-                    f"parameter '{attribute}' is a {type(param).__name__}, and "
-                    "FullyShardedDataParallel does not call fsdp_pre_all_gather. Use fully_shard, "
-                    "which does."
-                )
+    for name, param in _named_parameters(own, ignored):
+        if is_sharded(param):
+            continue
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"parameter '{name}' is a DTensor already (tensor parallelism), which "
+                "FullyShardedDataParallel does not support. Use fully_shard, which does."
+            )
+        if keeps_own_rows(name, param):
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(param).__name__}, and FullyShardedDataParallel "
+                "does not call fsdp_pre_all_gather. Use fully_shard, which does."
+            )
 
 
 def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> None:
@@ -365,12 +374,7 @@ def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> No
 
     Raise RuntimeError if a parameter has optimizers that step in backward. FSDP1 drops them.
     """
-    params = {
-        param: f"{prefix}.{attribute}" if prefix else attribute
-        for prefix, module in own.items()
-        for attribute, param in module.named_parameters(recurse=False)
-        if param not in ignored
-    }
+    params = {param: name for name, param in _named_parameters(own, ignored)}
     for param, name in params.items():
         if has_optimizer_in_backward(param):
             raise RuntimeError(
@@ -378,21 +382,15 @@ def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> No
                 "supported with use_orig_params=True. Pass that, or make the optimizer after "
                 "wrapping and call its step() after backward."
             )
-    for kind, others in (
-        ("dtypes", {param.dtype for param in params}),
-        ("requires_grad", {param.requires_grad for param in params}),
-    ):
-        if len(others) > 1:
-            first = next(iter(params))
-            differs = next(
-                name
-                for param, name in params.items()
-                if (param.dtype, param.requires_grad) != (first.dtype, first.requires_grad)
-            )
-            raise ValueError(
-                f"use_orig_params=False makes one parameter of '{params[first]}' and '{differs}', "
-                f"which differ in {kind}. Pass use_orig_params=True, or wrap their modules apart."
-            )
+    first: Any = next(iter(params), None)
+    for kind, attribute in (("dtypes", "dtype"), ("requires_grad", "requires_grad")):
+        for param, name in params.items():
+            if getattr(param, attribute) != getattr(first, attribute):
+                raise ValueError(
+                    f"use_orig_params=False makes one parameter of '{params[first]}' and '{name}', "
+                    f"which differ in {kind}. Pass use_orig_params=True, or wrap their modules "
+                    "apart."
+                )
     integer = [name for param, name in params.items() if not param.is_floating_point()]
     if integer:
         raise ValueError(
@@ -426,12 +424,12 @@ def materialise(
     device: torch.device,
 ) -> None:
     """Give memory and values to the tensors of ``own`` that are on meta."""
-    if not any(tensor.is_meta for tensor in own_tensors(own.values())):
+    if not any(map(_is_on_meta, own.values())):
         return
     for name, module in own.items():
         if param_init_fn is not None:
             param_init_fn(module)
-        elif any(tensor.is_meta for tensor in own_tensors([module])):
+        elif _is_on_meta(module):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise TypeError(
                     f"'{name}' is on meta, and {type(module).__name__} has no reset_parameters "
@@ -440,12 +438,16 @@ def materialise(
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
                 cast(Any, module).reset_parameters()
-    on_meta = [name for name in own if any(t.is_meta for t in own_tensors([own[name]]))]
+    on_meta = [name for name, module in own.items() if _is_on_meta(module)]
     if on_meta:
         raise ValueError(
             f"{on_meta} are still on meta after param_init_fn. Call "
             "module.to_empty(device=..., recurse=False) in it."
         )
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in own_tensors([module]))
 
 
 def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:

@@ -29,6 +29,11 @@ import torch.distributed as dist
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"""
 # The dtypes that C++ can compute gathers and sums in.
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What is done in each dtype that C++ computes in, as errors say it.
+_USES = {
+    "param_dtype": "parameters cannot be gathered",
+    "reduce_dtype": "gradients cannot be added",
+}
 # More buckets than any model has.
 _MOST_BUCKETS = 2**16
 
@@ -171,8 +176,7 @@ def check_policy(policy: object) -> None:
             f"mp_policy is {policy!r} but must be a MixedPrecisionPolicy. Pass "
             "MixedPrecisionPolicy(param_dtype=...)."
         )
-    check_dtypes("mp_policy", policy, computed=("param_dtype", "reduce_dtype"))
-    check_dtypes("mp_policy", policy, cast=("output_dtype",))
+    check_dtypes("mp_policy", policy, cast="output_dtype")
     as_bool("mp_policy", "cast_forward_inputs", policy.cast_forward_inputs)
     override = getattr(policy, "param_dtype_override_fn", None)
     if override is not None and not callable(override):
@@ -188,22 +192,19 @@ def check_policy(policy: object) -> None:
         )
 
 
-def check_dtypes(
-    argument: str, policy: object, *, computed: Iterable[str] = (), cast: Iterable[str] = ()
-) -> None:
+def check_dtypes(argument: str, policy: object, *, cast: str) -> None:
     """Check the dtypes of a policy for mixed precision.
 
     Args:
         argument: the name of the user's argument.
         policy: the policy.
-        computed: names of its dtypes in which parameters are used or gradients are added.
-        cast: names of its dtypes that tensors are only cast to.
+        cast: the name of its dtype that tensors are only cast to.
 
     Raises:
         TypeError: if one is no dtype.
         ValueError: if one cannot be used.
     """
-    for name in (*computed, *cast):
+    for name in (*_USES, cast):
         dtype = getattr(policy, name)
         if dtype is None:
             continue
@@ -212,7 +213,7 @@ def check_dtypes(
                 f"{argument} has {name}={dtype!r}, which must be a torch.dtype or None. Pass, for "
                 "example, torch.bfloat16."
             )
-        if name in computed and dtype not in _SUMMED:
+        if name in _USES and dtype not in _SUMMED:
             raise ValueError(
                 f"{argument} has {name}={dtype}, in which {_USES[name]}. Pass torch.float16, "
                 "torch.bfloat16, torch.float32, torch.float64 or None."
@@ -222,12 +223,6 @@ def check_dtypes(
                 f"{argument} has {name}={dtype}, which is no floating-point dtype. Pass one, such "
                 "as torch.float32, or None."
             )
-
-
-_USES = {
-    "param_dtype": "parameters cannot be gathered",
-    "reduce_dtype": "gradients cannot be added",
-}
 
 
 def resolve_offload(policy: object, device_type: str) -> bool:
