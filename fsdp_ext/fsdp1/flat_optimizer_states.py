@@ -6,39 +6,30 @@ So both kinds of wrappers load each other's saved states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext.fsdp1.optimizer_states import with_states
+from fsdp_ext.fsdp1.state_dict_forms import State
 from fsdp_ext.sharding.params.flat_parameter import NAME, FlatParameter
-
-State = dict[str, Any]
 
 
 class FlatParameters:
     """The flat parameters of an optimizer, and the names of the parameters in them.
 
     Args:
-        names: the names of the optimizer's parameters in the model.
-        params: these parameters.
+        named: the optimizer's parameters by their names in the model.
         flats: the model's flat parameters.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        params: Iterable[nn.Parameter],
-        flats: Iterable[FlatParameter],
-    ) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], flats: Iterable[FlatParameter]) -> None:
         by_param = {flat.param: flat for flat in flats}
-        self._flats = {
-            name: by_param[param]
-            for name, param in zip(names, params, strict=True)
-            if param in by_param
-        }
+        self._named = named
+        self._flats = {name: by_param[param] for name, param in named.items() if param in by_param}
 
     def own_names(self, name: str) -> list[str]:
         """Return the names of the parameters in a flat one; any other name is unchanged."""
@@ -47,11 +38,14 @@ class FlatParameters:
         flat: Any = self._flats[name].param
         return [name.removesuffix(NAME) + own for own in flat._fqns]
 
-    def own_parameters(self, name: str, param: nn.Parameter) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters in a flat one by name; any other one is unchanged."""
-        flat = self._flats.get(name)
-        own = [param] if flat is None else [each.sharded for each in flat.params]
-        return dict(zip(self.own_names(name), own, strict=True))
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, with the sharded ones in place of flat ones."""
+        found: dict[str, nn.Parameter] = {}
+        for name, param in self._named.items():
+            flat = self._flats.get(name)
+            own = [param] if flat is None else [each.sharded for each in flat.params]
+            found.update(zip(self.own_names(name), own, strict=True))
+        return found
 
     def split(self, state: State) -> State:
         """Return a state keyed by names, with the original parameters in place of flat ones.
@@ -69,13 +63,7 @@ class FlatParameters:
                 for own_state, part in zip(own_states, _split(value, flat), strict=True):
                     own_state[key] = part
             states.update(zip(self.own_names(name), own_states, strict=True))
-        if "param_groups" not in state:
-            return {**state, "state": states}
-        groups = [
-            {**group, "params": [own for name in group["params"] for own in self.own_names(name)]}
-            for group in state["param_groups"]
-        ]
-        return {**state, "state": states, "param_groups": groups}
+        return with_states(state, states, self.own_names)
 
     def join(self, states: State) -> State:
         """Return the states of flat parameters, joined from the shards of states of their parts.

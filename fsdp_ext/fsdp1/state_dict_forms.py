@@ -72,7 +72,7 @@ class Form:
         they gather or move as their own options say. They set FSDP1's types on PyTorch's class
         only, so only the call stack distinguishes them from other callers.
         """
-        return _SHARDED if any(calls_of(_CHECKPOINTING)) else Form.of(settings, optimizer=False)
+        return SHARDED if any(calls_of(_CHECKPOINTING)) else Form.of(settings, optimizer=False)
 
     def convert(self, value: Any) -> Any:
         """Return one value of a state dict. All ranks call this for the same values in order."""
@@ -107,7 +107,7 @@ def is_rank_0(ranks: Ranks) -> bool:
     return (ranks.rank if ranks.size > 1 else ranks.rank_in_mesh) == 0
 
 
-_SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
+SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
 
 
 def calls_of(module: str) -> Iterator[FrameType]:

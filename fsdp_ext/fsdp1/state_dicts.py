@@ -6,8 +6,7 @@ An optimizer's state has the names and the shapes of the parameters that it belo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,17 +19,21 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
-from fsdp_ext.fsdp1.setup import broadcast
-from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, Form, State
-from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, without_sharded_tensor
-from fsdp_ext.sharding.api.arguments import device_of
+from fsdp_ext.fsdp1.optimizer_states import (
+    as_rank_0_has_it,
+    check_state,
+    from_rank_0,
+    saved_group,
+    shard_values,
+    with_keys,
+    with_values,
+)
+from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, SHARDED, Form, State
+from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_flat
-from fsdp_ext.sharding.params.ranks import Ranks
-from fsdp_ext.sharding.root.agreement import exchange
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat.conversions import reshard_and_forget
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
@@ -187,8 +190,7 @@ class StateDictMethods:
             ValueError: if the optimizer has a parameter that is not the model's.
         """
         form = Form.of(cls.get_state_dict_type(model), optimizer=True)
-        state = _state_of(optim) if optim_state_dict is None else optim_state_dict
-        return cls._optimizer_state(model, optim, state, form, "optim_state_dict")
+        return cls._optimizer_state(model, optim, form, "optim_state_dict", optim_state_dict)
 
     @classmethod
     def optim_state_dict_to_load(
@@ -219,7 +221,7 @@ class StateDictMethods:
             model,
             _groups_of(optim),
             optim_state_dict,
-            from_rank_0=form.rank0_only,
+            is_sent=form.rank0_only,
             named=is_named_optimizer,
         )
         if load_directly:
@@ -236,18 +238,15 @@ class StateDictMethods:
         group: dist.ProcessGroup | None = None,
     ) -> State:
         """Return the whole state on the host: an older :meth:`optim_state_dict`."""
-        form = Form(True, True, rank0_only)
-        state = _state_of(optim)
-        return cls._optimizer_state(model, optim, state, form, "full_optim_state_dict")
+        form = Form(is_full=True, offload_to_cpu=True, rank0_only=rank0_only)
+        return cls._optimizer_state(model, optim, form, "full_optim_state_dict")
 
     @classmethod
     def sharded_optim_state_dict(
         cls, model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> State:
         """Return the sharded state: an older :meth:`optim_state_dict`."""
-        form = Form(False, False, False)
-        state = _state_of(optim)
-        return cls._optimizer_state(model, optim, state, form, "sharded_optim_state_dict")
+        return cls._optimizer_state(model, optim, SHARDED, "sharded_optim_state_dict")
 
     @classmethod
     def shard_full_optim_state_dict(
@@ -259,14 +258,14 @@ class StateDictMethods:
     ) -> State:
         """Return a whole state that all ranks have, for ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
-        return cls._to_load(model, groups, full_optim_state_dict, from_rank_0=False)
+        return cls._to_load(model, groups, full_optim_state_dict, is_sent=False)
 
     @classmethod
     def flatten_sharded_optim_state_dict(
         cls, sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
     ) -> State:
         """Return a sharded state in the form that ``optim.load_state_dict`` takes."""
-        return cls._to_load(model, _groups_of(optim), sharded_optim_state_dict, from_rank_0=False)
+        return cls._to_load(model, _groups_of(optim), sharded_optim_state_dict, is_sent=False)
 
     @classmethod
     def scatter_full_optim_state_dict(
@@ -279,7 +278,7 @@ class StateDictMethods:
     ) -> State:
         """Return rank 0's whole state, for each rank's ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
-        return cls._to_load(model, groups, full_optim_state_dict or {}, from_rank_0=True)
+        return cls._to_load(model, groups, full_optim_state_dict or {}, is_sent=True)
 
     @classmethod
     def rekey_optim_state_dict(
@@ -299,7 +298,7 @@ class StateDictMethods:
             optim_input: not used.
             optim: its optimizer. None: the parameters are numbered as the model has them.
         """
-        _check_state(optim_state_dict)
+        check_state(optim_state_dict)
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise TypeError(
                 f"optim_state_key_type is {optim_state_key_type!r}. Pass "
@@ -310,22 +309,29 @@ class StateDictMethods:
         keys: dict[Any, Any] = dict(enumerate(names))
         if optim_state_key_type is OptimStateKeyType.PARAM_ID:
             keys = {name: number for number, name in keys.items()}
-        return _with_keys(optim_state_dict, lambda key: keys.get(key, key))
+        return with_keys(optim_state_dict, lambda key: keys.get(key, key))
 
     @classmethod
     def _optimizer_state(
-        cls, model: nn.Module, optim: Optimizer, state: State, form: Form, caller: str
+        cls,
+        model: nn.Module,
+        optim: Optimizer,
+        form: Form,
+        caller: str,
+        state: State | None = None,
     ) -> State:
-        _check_state(state)
-        params = _params_of(optim)
+        """Return ``state``, or that of ``optim``, by names and in the given form."""
+        params = [param for group in _groups_of(optim) for param in group]
+        state = optim.state_dict() if state is None else state
+        check_state(state)
         names = cls._names_of(params, model)
-        state = _with_keys(state, lambda key: names[key] if isinstance(key, int) else key)
+        state = with_keys(state, lambda key: names[key] if isinstance(key, int) else key)
         state = cls._flat_parameters(names, params, model).split(state)
         unit = cls._unit_of(model)
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
-                state = _as_rank_0_has_it(state, unit)
-            state = _with_values(state, form.convert)
+                state = as_rank_0_has_it(state, unit)
+            state = with_values(state, form.convert)
         is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
         return state if is_first or not form.rank0_only else {}
 
@@ -336,46 +342,39 @@ class StateDictMethods:
         groups: list[list[nn.Parameter]],
         state: State,
         *,
-        from_rank_0: bool,
+        is_sent: bool,
         named: bool = False,
     ) -> State:
-        """Return ``state``, which is keyed by names, for an optimizer with these parameters."""
-        has_it = not from_rank_0 or cls._unit_of(model).ranks.rank_in_mesh == 0
-        if has_it:
-            _check_state(state)
+        """Return ``state``, which is keyed by names, for an optimizer with these parameters.
+
+        Args:
+            model: the wrapped model.
+            groups: the optimizer's parameters.
+            state: the state.
+            is_sent: whether rank 0 has it and sends it to the others.
+            named: whether the optimizer has names as keys.
+        """
+        if not is_sent or cls._unit_of(model).ranks.rank_in_mesh == 0:
+            check_state(state)
         params = [param for group in groups for param in group]
         names = cls._names_of(params, model)
         flats = cls._flat_parameters(names, params, model)
-        by_name: dict[str, nn.Parameter] = {}
-        for name, param in zip(names, params, strict=True):
-            by_name |= flats.own_parameters(name, param)
-        if from_rank_0:
+        if is_sent:
             unit = cls._unit_of(model)
             with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
-                state = _from_rank_0(state, unit.ranks, device_of(unit.ranks.mesh))
+                state = from_rank_0(state, unit)
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-        left = iter(names)
-        names_by_group = [[next(left) for _ in group] for group in groups]
-        states = {
-            name: {
-                key: _shard_state(f"{name}.{key}", value, by_name[name])
-                for key, value in values.items()
-            }
-            for name, values in _known(state["state"], by_name).items()
-        }
-        loadable = {
-            **state,
-            "state": {keys[name]: values for name, values in flats.join(states).items()},
-        }
-        if "param_groups" in state:
-            loadable["param_groups"] = [
-                {
-                    **_saved_group(state, [own for n in of_group for own in flats.own_names(n)]),
-                    # Optimizers match parameters by their places in these lists.
-                    "params": [keys[name] for name in of_group],
-                }
-                for of_group in names_by_group
-            ]
+        states = flats.join(shard_values(state["state"], flats.own_parameters()))
+        loadable = {**state, "state": {keys[name]: values for name, values in states.items()}}
+        if "param_groups" not in state:
+            return loadable
+        name_of = dict(zip(params, names, strict=True))
+        loadable["param_groups"] = []
+        for group in groups:
+            own_names = [own for param in group for own in flats.own_names(name_of[param])]
+            # Optimizers match parameters by their places in these lists.
+            places = [keys[name_of[param]] for param in group]
+            loadable["param_groups"].append({**saved_group(state, own_names), "params": places})
         return loadable
 
     @classmethod
@@ -383,8 +382,8 @@ class StateDictMethods:
         cls, names: list[str], params: list[nn.Parameter], model: nn.Module
     ) -> FlatParameters:
         units = [wrapper._fsdp_ext_unit for wrapper in cls.fsdp_modules(model)]
-        flats = [unit.flat_param for unit in dict.fromkeys(units) if unit.flat_param is not None]
-        return FlatParameters(names, params, flats)
+        flats = [unit.flat_param for unit in units if unit.flat_param is not None]
+        return FlatParameters(dict(zip(names, params, strict=True)), flats)
 
     @classmethod
     def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:
@@ -418,21 +417,6 @@ class StateDictMethods:
         return unit
 
 
-def _check_state(state: Any) -> None:
-    """Raise TypeError if this is no state of an optimizer."""
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        raise TypeError(
-            f"an object of type {type(state).__name__} was passed in place of an optimizer's state,"
-            " which is a dict with 'state'. Pass what optim_state_dict or the optimizer's "
-            "state_dict() returned."
-        )
-
-
-def _state_of(optim: Optimizer) -> State:
-    _groups_of(optim)  # raises if it is no optimizer
-    return optim.state_dict()
-
-
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
     if not hasattr(optim, "param_groups"):
         raise TypeError(
@@ -440,127 +424,3 @@ def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
             "the model's."
         )
     return [group["params"] for group in optim.param_groups]
-
-
-def _params_of(optim: Optimizer) -> list[nn.Parameter]:
-    return [param for group in _groups_of(optim) for param in group]
-
-
-def _known(values: dict[str, Any], by_name: dict[str, nn.Parameter]) -> dict[str, Any]:
-    """Return ``values``, whose keys have to be names of the optimizer's parameters."""
-    unknown = sorted(set(values) - set(by_name))
-    if unknown:
-        raise ValueError(
-            f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
-            "Pass what optim_state_dict returned for the same model."
-        )
-    return values
-
-
-def _saved_group(state: State, names: list[str]) -> dict[str, Any]:
-    """Return the group of a saved state that has exactly the parameters ``names``."""
-    for group in state["param_groups"]:
-        if set(group["params"]) == set(names):
-            return dict(group)
-    raise ValueError(
-        f"the optimizer has a group of {len(names)} parameters that begins with {names[:1]}, and "
-        f"the state has none of the same parameters among its {len(state['param_groups'])} groups. "
-        "Make the optimizer with the groups that were saved."
-    )
-
-
-def _shard_state(name: str, value: Any, param: nn.Parameter) -> Any:
-    """Return a copy of this rank's value of an optimizer's state."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = without_sharded_tensor(name, value, param)
-    if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
-        value = value if isinstance(value, DTensor) else shard_like(value, param)
-        return value.to(param.device).clone()  # a shard must not keep the whole alive
-    return value.clone()
-
-
-def _with_values(state: State, convert: Callable[[Any], Any]) -> State:
-    """Return an optimizer's state with other values."""
-    states = {
-        key: {name: convert(value) for name, value in values.items()}
-        for key, values in state["state"].items()
-    }
-    return {**state, "state": states}
-
-
-def _with_keys(state: State, rename: Callable[[Any], Any]) -> State:
-    """Return an optimizer's state with other keys of its parameters.
-
-    The groups may be missing, as when only the values are saved.
-    """
-    states = {rename(key): values for key, values in state["state"].items()}
-    renamed = {**state, "state": states}
-    if "param_groups" in state:
-        renamed["param_groups"] = [
-            {**group, "params": [rename(key) for key in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    return renamed
-
-
-@dataclass(frozen=True)
-class _Blank:
-    """A tensor that is sent separately."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _as_rank_0_has_it(state: State, unit: Unit) -> State:
-    """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
-
-    Values that rank 0 lacks are left out, as by FSDP1.
-
-    Raises:
-        RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
-    """
-    group = unit.ranks.shard_group
-    mine = {name: list(values) for name, values in state["state"].items()}
-    of_ranks = exchange(unit, mine, [group])
-    wanted: dict[str, list[str]] = of_ranks[0]
-    for rank, has in enumerate(of_ranks):
-        missing = [name for name, keys in wanted.items() if not set(keys) <= set(has.get(name, ()))]
-        if missing:
-            raise RuntimeError(
-                "FSDP currently requires each rank to have at least the optimizer states needed by "
-                "rank 0's optimizer but some ranks are missing some of those states: rank "
-                f"{dist.get_global_rank(group, rank)} has none, or not all, of {missing}. Make the "
-                "optimizer of the same parameters on all ranks, and step it on all of them."
-            )
-    ordered = {
-        name: {key: state["state"][name][key] for key in keys} for name, keys in wanted.items()
-    }
-    return {**state, "state": ordered}
-
-
-def _from_rank_0(state: State, ranks: Ranks, device: torch.device) -> State:
-    """Return rank 0's state."""
-
-    def to_blank(value: Any) -> Any:
-        is_sent = isinstance(value, torch.Tensor) and value.ndim > 0
-        return _Blank(value.shape, value.dtype) if is_sent else value
-
-    tensors: list[torch.Tensor] = []
-
-    def to_tensor(value: Any) -> Any:
-        if isinstance(value, _Blank):
-            tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
-            return tensors[-1]
-        if isinstance(value, torch.Tensor) and value.ndim > 0:
-            tensors.append(value.to(device))
-            return tensors[-1]
-        return value
-
-    has_it = ranks.rank_in_mesh == 0
-    sent: list[Any] = [_with_values(state, to_blank) if has_it else None]
-    for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
-        dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-    received = _with_values(state if has_it else sent[0], to_tensor)
-    broadcast(tensors, ranks.mesh)
-    return received

@@ -1,0 +1,174 @@
+"""Saved states of optimizers: dicts with 'state' and, mostly, 'param_groups'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext.fsdp1.setup import broadcast
+from fsdp_ext.fsdp1.state_dict_forms import State
+from fsdp_ext.fsdp1.whole_tensors import shard_like, without_sharded_tensor
+from fsdp_ext.sharding.root.agreement import exchange
+from fsdp_ext.sharding.root.unit import Unit
+
+
+def check_state(state: Any) -> None:
+    """Raise TypeError if this is no state of an optimizer."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        raise TypeError(
+            f"an object of type {type(state).__name__} was passed in place of an optimizer's state,"
+            " which is a dict with 'state'. Pass what optim_state_dict or the optimizer's "
+            "state_dict() returned."
+        )
+
+
+def saved_group(state: State, names: list[str]) -> dict[str, Any]:
+    """Return the group of a saved state that has exactly the parameters ``names``."""
+    for group in state["param_groups"]:
+        if set(group["params"]) == set(names):
+            return dict(group)
+    raise ValueError(
+        f"the optimizer has a group of {len(names)} parameters that begins with {names[:1]}, and "
+        f"the state has none of the same parameters among its {len(state['param_groups'])} groups. "
+        "Make the optimizer with the groups that were saved."
+    )
+
+
+def shard_values(states: State, params: Mapping[str, nn.Parameter]) -> State:
+    """Return copies of this rank's values in saved states of ``params``.
+
+    Args:
+        states: the values by the names of parameters, whole or sharded.
+        params: the optimizer's parameters.
+
+    Raises:
+        ValueError: if ``states`` has a name that is not in ``params``.
+    """
+    unknown = sorted(set(states) - set(params))
+    if unknown:
+        raise ValueError(
+            f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
+            "Pass what optim_state_dict returned for the same model."
+        )
+    return {
+        name: {
+            key: _shard_value(f"{name}.{key}", value, params[name]) for key, value in values.items()
+        }
+        for name, values in states.items()
+    }
+
+
+def _shard_value(name: str, value: Any, param: nn.Parameter) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = without_sharded_tensor(name, value, param)
+    if isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
+        value = value if isinstance(value, DTensor) else shard_like(value, param)
+        return value.to(param.device).clone()  # a shard must not keep the whole alive
+    return value.clone()
+
+
+def with_values(state: State, convert: Callable[[Any], Any]) -> State:
+    """Return an optimizer's state with other values."""
+    states = {
+        key: {name: convert(value) for name, value in values.items()}
+        for key, values in state["state"].items()
+    }
+    return {**state, "state": states}
+
+
+def with_keys(state: State, rename: Callable[[Any], Any]) -> State:
+    """Return an optimizer's state with other keys of its parameters."""
+    states = {rename(key): values for key, values in state["state"].items()}
+    return with_states(state, states, lambda key: [rename(key)])
+
+
+def with_states(state: State, states: State, keys_of: Callable[[Any], list[Any]]) -> State:
+    """Return an optimizer's state with ``states``, and with other keys in its groups.
+
+    The groups may be missing, as when only the values are saved.
+
+    Args:
+        state: the state.
+        states: the values by the new keys.
+        keys_of: returns the new keys that take the place of a key.
+    """
+    changed = {**state, "state": states}
+    if "param_groups" in state:
+        changed["param_groups"] = [
+            {**group, "params": [new for key in group["params"] for new in keys_of(key)]}
+            for group in state["param_groups"]
+        ]
+    return changed
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """A tensor that is sent separately."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def as_rank_0_has_it(state: State, unit: Unit) -> State:
+    """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
+
+    Values that rank 0 lacks are left out, as by FSDP1.
+
+    Raises:
+        RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
+    """
+    group = unit.ranks.shard_group
+    mine = {name: list(values) for name, values in state["state"].items()}
+    of_ranks = exchange(unit, mine, [group])
+    wanted: dict[str, list[str]] = of_ranks[0]
+    for rank, has in enumerate(of_ranks):
+        missing = [name for name, keys in wanted.items() if not set(keys) <= set(has.get(name, ()))]
+        if missing:
+            raise RuntimeError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by "
+                "rank 0's optimizer but some ranks are missing some of those states: rank "
+                f"{dist.get_global_rank(group, rank)} has none, or not all, of {missing}. Make the "
+                "optimizer of the same parameters on all ranks, and step it on all of them."
+            )
+    ordered = {
+        name: {key: state["state"][name][key] for key in keys} for name, keys in wanted.items()
+    }
+    return {**state, "state": ordered}
+
+
+def from_rank_0(state: State, unit: Unit) -> State:
+    """Return the state of rank 0 of the unit's mesh."""
+    ranks = unit.ranks
+    tensors: list[torch.Tensor] = []
+
+    def to_blank(value: Any) -> Any:
+        return _Blank(value.shape, value.dtype) if _is_sent(value) else value
+
+    def to_tensor(value: Any) -> Any:
+        if isinstance(value, _Blank):
+            value = torch.empty(value.shape, dtype=value.dtype, device=unit.device)
+        elif _is_sent(value):
+            value = value.to(unit.device)
+        else:
+            return value
+        tensors.append(value)
+        return value
+
+    has_it = ranks.rank_in_mesh == 0
+    sent: list[Any] = [with_values(state, to_blank) if has_it else None]
+    for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
+        dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+    received = with_values(state if has_it else sent[0], to_tensor)
+    broadcast(tensors, ranks.mesh)
+    return received
+
+
+def _is_sent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
