@@ -17,13 +17,7 @@ from fsdp_ext.fsdp1.state_dict_forms import calls_of
 
 _TORCHS = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _LOOKS_ONLY = "fsdp_modules"  # torch.distributed.checkpoint calls it with models of all kinds
-
-
-class _NoState(_composable_state._State):
-    """The state of a wrapper that PyTorch's FSDP does not manage."""
-
-
-_no_state = _NoState()
+_no_state = _composable_state._State()  # of a wrapper that PyTorch's FSDP does not manage
 
 
 def _state_for_torch() -> _composable_state._State:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.transports import gathering_device, timeout_of
+from fsdp_ext.sharding.params.dtensors import Spread
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -58,14 +59,7 @@ def _where_its_group_sends(sharded: DTensor) -> DTensor:
     kind = gathering_device(mesh.get_all_groups(), mesh.device_type)
     if local.device.type == kind:
         return sharded
-    return DTensor.from_local(
-        local.to(kind),
-        mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    return _spread_like(sharded, local.to(kind))
 
 
 def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
@@ -107,11 +101,9 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
             "it on as many ranks as have saved it, or save it as FULL_STATE_DICT."
         )
     local = shards[0].tensor if needed else param.to_local().new_empty(size, dtype=value.dtype)
-    return DTensor.from_local(
-        local.detach().to(param.device),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    return _spread_like(param, local.detach().to(param.device))
+
+
+def _spread_like(param: DTensor, local: torch.Tensor) -> DTensor:
+    """Return the DTensor with the shape and placements of ``param``, and this rank's ``local``."""
+    return Spread(param.device_mesh, param.placements, param.shape).dtensor(local)
