@@ -34,7 +34,7 @@ def resolve_group(
     All ranks call this if there are two groups, and with a hybrid strategy if there are none.
     """
     is_whole = strategy is ShardingStrategy.NO_SHARD
-    if is_whole and mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1:
+    if is_whole and isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.size(1) == 1:
         return resolve_mesh(mesh)  # of the wrapper around this one
     if group is not None and mesh is not None:
         raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
@@ -53,23 +53,35 @@ def resolve_group(
         return resolve_mesh(_mesh_by_host(_kind_of(module, device, default_device_type())))
     dimensions = mesh.ndim if mesh is not None else len(groups)
     if dimensions != (2 if strategy in HYBRID else 1):
-        given = "one process group" if len(groups) == 1 else "a pair of process groups"
-        needed = (
-            "a 2-D device_mesh, or a pair of process groups: the ranks that shard the model, and "
-            "those that have the same shard. Or pass neither, to shard over the ranks of each host"
-            if strategy in HYBRID
-            else "a 1-D mesh or one group, or use ShardingStrategy.HYBRID_SHARD"
-        )
-        given = given if mesh is None else f"a {mesh.ndim}-D mesh {tuple(mesh.shape)}"
-        if strategy in HYBRID and group is not None:
-            given += ". Expected process_group to be passed in as a pair"
-        raise ValueError(f"{strategy} got {given}. Pass {needed}.")
+        raise ValueError(_wrong_dimensions(strategy, groups, mesh))
     if group is not None:
         default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = _kind_of(module, device, default)
         mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
     mesh = resolve_mesh(mesh)
     return _replicas_alone(mesh) if is_whole and mesh.size() > 1 else mesh
+
+
+def _wrong_dimensions(
+    strategy: ShardingStrategy, groups: Sequence[object], mesh: DeviceMesh | None
+) -> str:
+    """Return the error for groups or a mesh with too few or too many dimensions."""
+    if mesh is not None:
+        given = f"a {mesh.ndim}-D mesh {tuple(mesh.shape)}"
+    else:
+        given = "one process group" if len(groups) == 1 else "a pair of process groups"
+    if strategy not in HYBRID:
+        return (
+            f"{strategy} got {given}. Pass a 1-D mesh or one group, or use "
+            "ShardingStrategy.HYBRID_SHARD."
+        )
+    if mesh is None:
+        given += ". Expected process_group to be passed in as a pair"
+    return (
+        f"{strategy} got {given}. Pass a 2-D device_mesh, or a pair of process groups: the ranks "
+        "that shard the model, and those that have the same shard. Or pass neither, to shard over "
+        "the ranks of each host."
+    )
 
 
 def strategy_on(mesh: DeviceMesh, strategy: ShardingStrategy) -> ShardingStrategy:
@@ -91,12 +103,10 @@ def _kind_of(module: nn.Module, device: torch.device | None, default: str) -> st
 
 def _replicas_alone(mesh: DeviceMesh) -> DeviceMesh:
     """Return a 2-D mesh of the ranks of ``mesh`` whose shard groups have one rank each."""
-    ranks = mesh.mesh.tolist()
-    groups = [mesh.get_group(), _group_of_this_rank()]
     return DeviceMesh.from_group(
-        groups,
+        [mesh.get_group(), _group_of_this_rank()],
         mesh.device_type,
-        mesh=[[rank] for rank in ranks],
+        mesh=[[rank] for rank in mesh.mesh.tolist()],
         mesh_dim_names=("replicate", "shard"),
     )
 

@@ -35,12 +35,12 @@ def remove_wrapper_names(
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
     form = Form.of_model(wrapper._state_dict_settings)
     names = _own_names(wrapper, state_dict, prefix)
-    if wrapper._fsdp_ext_unit.is_summoned:
+    unit = wrapper._fsdp_ext_unit
+    if unit.is_summoned:
         _take_summoned(module, state_dict, prefix, names, form)
-    flat = wrapper._fsdp_ext_unit.flat_param
-    if form.is_local and flat is not None:
-        state_dict[prefix + FLAT] = flat.local_shard(state_dict[prefix + FLAT])
-    form.convert_all(state_dict, names, wrapper._fsdp_ext_unit.ranks)
+    if form.is_local and unit.flat_param is not None:
+        state_dict[prefix + FLAT] = unit.flat_param.local_shard(state_dict[prefix + FLAT])
+    form.convert_all(state_dict, names, unit.ranks)
 
 
 def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
@@ -87,10 +87,10 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
 def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Bring a wrapper's own entries into the form that its parameters load."""
     wrapper = cast(Any, module)
-    settle(wrapper._fsdp_ext_unit)
-    flat = wrapper._fsdp_ext_unit.flat_param
-    if flat is not None and not Form.of_model(wrapper._state_dict_settings).is_local:
-        flat.hide()
+    unit = wrapper._fsdp_ext_unit
+    settle(unit)
+    if unit.flat_param is not None and not Form.of_model(wrapper._state_dict_settings).is_local:
+        unit.flat_param.hide()
     local: Any = state_dict.get(prefix + FLAT)
     if isinstance(local, DTensor):
         state_dict[prefix + FLAT] = local.to_local()
@@ -99,13 +99,12 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
             if name not in state_dict:
                 continue
             sharded = stands_for(param)
-            value = without_sharded_tensor(
-                name, state_dict[name], param if sharded is None else sharded
-            )
+            value = state_dict[name]
+            value = without_sharded_tensor(name, value, param if sharded is None else sharded)
             is_summoned = sharded is not None and isinstance(value, DTensor)
             state_dict[name] = whole_copy(value) if is_summoned else value
     except Exception:
-        show_flat(wrapper._fsdp_ext_unit)
+        show_flat(unit)
         raise
 
 
