@@ -237,9 +237,10 @@ def resolve_offload(policy: object, device_type: str) -> bool:
             f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
             "OffloadPolicy(), the default."
         )
-    if isinstance(policy, CPUOffloadPolicy):
-        as_bool("offload_policy", "pin_memory", policy.pin_memory)
-    if not isinstance(policy, CPUOffloadPolicy) or device_type == "cpu":
+    if not isinstance(policy, CPUOffloadPolicy):
+        return False
+    as_bool("offload_policy", "pin_memory", policy.pin_memory)
+    if device_type == "cpu":
         return False
     if not policy.pin_memory:
         raise NotImplementedError(
@@ -298,16 +299,17 @@ def resolve_placements(
         on_mesh = found.setdefault(on.mesh, ParamsOnMesh(on))
         on_mesh.params[param] = name
         dim = _shard_dim(placement, param, name)
+        if dim == 0:
+            continue
         shares = on.size * shards_before(param, dim)
-        if dim > 0 and param.shape[dim] % shares != 0:
+        if param.shape[dim] % shares != 0:
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}', whose "
                 f"dimension {dim} has size {param.shape[dim]}. FSDP does not support uneven "
                 f"sharding on dim {dim}, so return a dimension that {shares} ranks divide, or "
                 "Shard(0)."
             )
-        if dim > 0:
-            on_mesh.shard_dims[param] = dim
+        on_mesh.shard_dims[param] = dim
     return sorted(found.values(), key=lambda on_mesh: -on_mesh.ranks.world_size)
 
 
@@ -378,7 +380,7 @@ def check_modules(modules: Iterable[object]) -> None:
             )
 
 
-def has_no_forward(module: nn.Module) -> bool:
+def has_no_forward(module: object) -> bool:
     """Return whether ``module`` is a list or a dict of modules that nothing calls."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
         type(module).forward is nn.Module.forward
@@ -389,7 +391,7 @@ def has_no_forward(module: nn.Module) -> bool:
 def check_containers(modules: Iterable[object]) -> None:
     """Raise ValueError for lists and dicts of modules that have no forward."""
     for module in modules:
-        if isinstance(module, nn.Module) and has_no_forward(module):
+        if has_no_forward(module):
             raise ValueError(
                 "fully_shard does not support containers that do not implement forward, and got a "
                 f"{type(module).__name__}: nothing would gather its parameters. Shard its elements "
@@ -418,14 +420,15 @@ def reshard_over(value: bool | int | None, ranks: int) -> bool | int | None:
     return False if value == 1 else value
 
 
-def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | int | None:
+def resolve_reshard(value: bool | int | None, on_mesh: ParamsOnMesh) -> bool | int | None:
     """Return ``reshard_after_forward``: a bool, a number between 1 and all ranks, or None.
 
     Raises:
-        NotImplementedError: for a number between 1 and all ranks, with ``dp_mesh_dims`` or over a
-            process group whose collectives run on the thread that trains.
+        NotImplementedError: for a number between 1 and all ranks, with ``dp_mesh_dims``, over a
+            process group whose collectives run on the thread that trains, or for DTensors.
         ValueError: for anything else that is not a bool, a factor of the world size or None.
     """
+    ranks = on_mesh.ranks
     value = reshard_over(value, ranks.size)
     if value is None or isinstance(value, bool):
         return value
@@ -439,19 +442,13 @@ def resolve_reshard(value: bool | int | None, ranks: Ranks) -> bool | int | None
             f"reshard_after_forward={value} needs a process group that serves any thread, and "
             f"'{dist.get_backend(ranks.shard_group)}' does not. Use gloo, or pass True or False."
         )
-    return value
-
-
-def check_resharded(value: bool | int | None, params: Mapping[nn.Parameter, str]) -> None:
-    """Raise NotImplementedError for DTensors in a unit that is resharded to a smaller group."""
-    if value is None or isinstance(value, bool):
-        return
-    for param, name in params.items():
+    for param, name in on_mesh.params.items():
         if isinstance(param, DTensor):
             raise NotImplementedError(
                 f"reshard_after_forward={value} is not supported for parameter '{name}', which is "
                 "a DTensor. FSDP2 does not support it, either. Pass True or False."
             )
+    return value
 
 
 def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:

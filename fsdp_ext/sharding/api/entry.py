@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
@@ -20,7 +20,6 @@ from fsdp_ext.sharding.api.arguments import (
     ParamsOnMesh,
     check_containers,
     check_modules,
-    check_resharded,
     check_types,
     device_of,
     ensure_process_group,
@@ -195,7 +194,7 @@ def fully_shard(
             why. It is an AssertionError, too, where FSDP2 raises one.
         NotImplementedError: if an argument is not supported yet. The message names it.
     """
-    modules = [module] if isinstance(module, nn.Module) else list(_outermost(module))
+    modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     check_containers(modules)
     make_units(
         modules,
@@ -290,10 +289,8 @@ def _unit_on_mesh(
 ) -> Unit:
     """Return the unit of a call's parameters on one mesh. The modules are not changed yet."""
     ranks = on_mesh.ranks
-    settings = dataclasses.replace(
-        settings, reshard_after_forward=resolve_reshard(reshard_after_forward, ranks)
-    )
-    check_resharded(settings.reshard_after_forward, on_mesh.params)
+    reshards = resolve_reshard(reshard_after_forward, on_mesh)
+    settings = dataclasses.replace(settings, reshard_after_forward=reshards)
     if isinstance(settings.transport, Simulated):
         settings.transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     for group in ranks.groups:
@@ -307,7 +304,7 @@ def _unit_on_mesh(
 cast(Any, fully_shard).state = torch_state.view_of
 
 
-def _outermost(modules: Any) -> Iterable[nn.Module]:
+def _outermost(modules: Any) -> list[nn.Module]:
     """Return the modules of a list that are not inside another one of it."""
     if not isinstance(modules, (list, tuple)) or not modules:
         raise ValueError(f"fully_shard got {modules!r}. Pass a module or a non-empty list of them.")

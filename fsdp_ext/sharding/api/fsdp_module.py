@@ -125,7 +125,7 @@ class FSDPModule(TorchFSDPModule):
         The setting is the root's, so it holds for the whole model.
         """
         is_last = as_bool("set_is_last_backward", "is_last_backward", is_last_backward)
-        self._change_root(is_last_backward=is_last)
+        self._fsdp_ext_change_root(is_last_backward=is_last)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave the wait for reductions to :meth:`finalize_backward`.
@@ -133,7 +133,7 @@ class FSDPModule(TorchFSDPModule):
         The setting is the root's, so it holds for the whole model. FSDP2 has it since torch 2.15.
         """
         by_hand = as_bool("set_manual_backward_finalization", "enabled", enabled)
-        self._change_root(finalizes_by_hand=by_hand)
+        self._fsdp_ext_change_root(finalizes_by_hand=by_hand)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards of a step: reduce the accumulated gradients, and wait.
@@ -417,14 +417,11 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(
                 f"set_all_reduce_hook got stream={stream!r}. Pass a torch.Stream, or leave it out."
             )
-        unit = self._only_unit("set_all_reduce_hook")
+        unit = self._fsdp_ext_only_unit("set_all_reduce_hook")
         if stream is not None and (hook is None or unit.ranks.mesh.ndim > 1):
             where = "no hook" if hook is None else "a 2-D mesh, whose all-reduce has a stream"
             raise ValueError(f"set_all_reduce_hook got a stream and {where}. Leave stream out.")
-        change(
-            [unit],
-            all_reduce_hook=None if hook is None else AllReduceHook(hook, stream),
-        )
+        change([unit], all_reduce_hook=None if hook is None else AllReduceHook(hook, stream))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Set an object that gathers this unit's parameters. Not recursive.
@@ -442,7 +439,7 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
-        change([self._only_unit("set_custom_all_gather")], custom_all_gather=comm)
+        change([self._fsdp_ext_only_unit("set_custom_all_gather")], custom_all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Set an object that adds up this unit's gradients over the ranks. Not recursive.
@@ -458,7 +455,7 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``comm`` cannot be called or has no ``allocate``.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        change([self._only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
+        change([self._fsdp_ext_only_unit("set_custom_reduce_scatter")], custom_reduce_scatter=comm)
 
     # - Methods of FSDP2 that change nothing here, because their effect is always on
 
@@ -537,9 +534,9 @@ class FSDPModule(TorchFSDPModule):
                 padded otherwise because they are reduced in a smaller dtype.
             RuntimeError: before the first forward.
         """
-        return flat_tensors(self._only_unit("flat_shard"))
+        return flat_tensors(self._fsdp_ext_only_unit("flat_shard"))
 
-    def _change_root(self, **settings: bool) -> None:
+    def _fsdp_ext_change_root(self, **settings: bool) -> None:
         self._fsdp_ext_unit.change(**settings)
         if self._fsdp_ext_unit.root is not None:
             self._fsdp_ext_unit.root.change(**settings)
@@ -556,7 +553,7 @@ class FSDPModule(TorchFSDPModule):
         module = cast(nn.Module, self)
         return units_below(module) if recurse else units_of(module)
 
-    def _only_unit(self, caller: str) -> Unit:
+    def _fsdp_ext_only_unit(self, caller: str) -> Unit:
         """Return the module's unit for a method that has no meaning for several ones."""
         units = self._fsdp_ext_units(recurse=False)
         if len(units) > 1:
