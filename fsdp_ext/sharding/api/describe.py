@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fsdp_ext import _C
 from fsdp_ext._util.tables import columns, row_of_names, sentence, size
 from fsdp_ext.comm.lanes import lanes_of_mesh
 from fsdp_ext.comm.transports import describe_lanes
@@ -23,12 +24,13 @@ def describe_buckets(model: nn.Module) -> str:
         TypeError: if ``fully_shard`` was not applied to ``model``.
         RuntimeError: before the first forward.
     """
-    return "\n".join(_describe(running_root(model, "describe_buckets")))
-
-
-def _describe(root: Root) -> list[str]:
+    root = running_root(model, "describe_buckets")
     root.impl.form_buckets()  # there may be none yet after parameters were replaced
     buckets = root.impl.buckets()
+    return "\n".join([*_table(root, buckets), *_sentences(root, buckets)])
+
+
+def _table(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
     header = ("units", "gather", "messages", "reduce", "messages", "unsharded", "plan")
     rows = [
         (
@@ -42,35 +44,35 @@ def _describe(root: Root) -> list[str]:
         )
         for bucket in buckets
     ]
-    table = columns(header, rows)
-    lines = []
+    return columns(header, rows)
+
+
+def _sentences(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
     memory = root.impl.memory()
-    slots = memory["ring_slots"]
-    reshards = root.settings.reshard_after_forward
-    alone = zip(reshards, root.impl.unsharded_bytes(), strict=True)
-    largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     messages = memory["message_staging_bytes"]
-    lines.append(
+    lines = [
         f"{root.units[0].world_size} ranks communicate over {describe_lanes(root.lanes)}"
         + _replicas(root)
         + _meshes(root)
-        + (f"; messages in flight take {size(messages)}" if messages else "")
-    )
-    lines.append(
+        + (f"; messages in flight take {size(messages)}" if messages else ""),
         f"{len(root.units)} units in {len(buckets)} buckets (bucket_bytes="
-        f"{root.settings.bucket_bytes[0]:,}); each bucket is one gather, one reduction and one slot"
-    )
+        f"{root.settings.bucket_bytes[0]:,}); each bucket is one gather, one reduction and one "
+        "slot",
+    ]
     groups = sorted({bucket["reshard_group"] for bucket in buckets} - {0})
     if groups:
         lines.append(
             f"backward gathers over groups of {' and '.join(map(str, groups))} ranks; what a rank "
             f"keeps for that is {size(sum(bucket['group_shard_bytes'] for bucket in buckets))}"
         )
+    slots = memory["ring_slots"]
+    alone = zip(root.settings.reshard_after_forward, root.impl.unsharded_bytes(), strict=True)
+    largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     lines.append(
         f"{slots} slots of up to {size(memory['ring_slot_bytes'])} are "
         f"{size(memory['ring_bytes'])}; without buckets they would be {size(slots * largest)}"
     )
-    return [*table, *map(sentence, lines)]
+    return [sentence(line) for line in lines]
 
 
 def _replicas(root: Root) -> str:

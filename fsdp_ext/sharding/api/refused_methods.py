@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-_INSTEAD = "Leave the call out"
-
 
 def override_rest(cls: type, base: type) -> None:
     """Give ``cls`` a method that raises for each method of ``base`` that it does not override.
@@ -25,8 +23,8 @@ def _is_special(name: str) -> bool:
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. {_INSTEAD}.")
+        raise NotImplementedError(f"FSDPModule.{name} is not supported yet. Leave the call out.")
 
     method.__name__ = name
-    method.__doc__ = f"Raise NotImplementedError. {_INSTEAD}."
+    method.__doc__ = "Raise NotImplementedError. Leave the call out."
     return method
