@@ -58,11 +58,9 @@ class FlatParameters:
             if flat is None:
                 states[name] = values
                 continue
-            own_states: list[State] = [{} for _ in flat.params]
-            for key, value in values.items():
-                for own_state, part in zip(own_states, _split(value, flat), strict=True):
-                    own_state[key] = part
-            states.update(zip(self.own_names(name), own_states, strict=True))
+            parts = {key: _split(value, flat) for key, value in values.items()}
+            for number, own in enumerate(self.own_names(name)):
+                states[own] = {key: of_params[number] for key, of_params in parts.items()}
         return with_states(state, states, self.own_names)
 
     def join(self, states: State) -> State:
@@ -91,12 +89,14 @@ class FlatParameters:
 
 
 def _split(value: Any, flat: FlatParameter) -> list[Any]:
+    """Cut a value of a flat parameter's state into one for each parameter in it."""
     if isinstance(value, torch.Tensor) and value.shape == flat.param.shape:
         return [param.spread.dtensor(part) for param, part in flat.parts(value)]
     return [value for _ in flat.params]
 
 
 def _join(values: list[Any], flat: FlatParameter) -> Any:
+    """Join values of the parameters in a flat one; reverse of :func:`_split`."""
     if not isinstance(values[0], DTensor):
         return values[0]
     joined = torch.zeros(flat.param.shape, dtype=values[0].dtype, device=values[0].device)

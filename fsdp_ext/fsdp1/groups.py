@@ -125,7 +125,7 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 
 
 def _mesh_of(groups: Sequence[dist.ProcessGroup], kind: str) -> DeviceMesh:
-    """Return the mesh of a group, or of the ranks that shard and those with the same shard."""
+    """Return the 1-D mesh of a shard group, or the 2-D mesh of a shard and a replicate group."""
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind)
     shards, replicas = groups

@@ -214,9 +214,9 @@ def resolve_ignored(
 
 
 def check_single_device(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
-    """Raise RuntimeError if parameters are on several GPUs, and ``device_id`` moves them to none.
+    """Raise RuntimeError if parameters are on several GPUs and there is no ``device_id``.
 
-    Those on meta are materialised, and those on the host move to the mesh's device.
+    Parameters on meta are materialised, and those on the host move to the mesh's device.
     """
     there = {device for device in devices if device.type not in ("cpu", "meta")}
     if len(there) > 1 and device_id is None:
@@ -251,7 +251,7 @@ _children_are_wrapped: ContextVar[bool] = ContextVar("children_are_wrapped", def
 
 
 def are_children_wrapped() -> bool:
-    """Return whether a wrapper is made by the policy of another one around it."""
+    """Return whether the ``auto_wrap_policy`` of an outer wrapper is making wrappers."""
     return _children_are_wrapped.get()
 
 
@@ -460,8 +460,8 @@ def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
         return
     rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
     flat = torch.cat(rows)
-    for dimension in range(mesh.ndim):
-        dist.broadcast(flat, group=mesh.get_group(dimension), group_src=0)
+    for group in mesh.get_all_groups():
+        dist.broadcast(flat, group=group, group_src=0)
     received = torch.split(flat, [row.numel() for row in rows])
     for tensor, row in zip(given, received, strict=True):
         tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned
