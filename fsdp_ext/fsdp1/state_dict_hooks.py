@@ -66,13 +66,15 @@ def _take_summoned(
             parameters cannot be gathered, because other ranks need not take part here.
     """
     for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
-        sharded = stands_for(param)
-        if name in names and form.is_full and isinstance(param, DTensor):
+        if name not in names:
+            continue
+        if form.is_full and isinstance(param, DTensor):
             raise RuntimeError(
                 "state_dict was called in summon_full_params(rank0_only=True) on another rank than "
                 "0, which has no whole parameters. Call it on rank 0 only."
             )
-        if name in names and not form.is_full and sharded is not None:
+        sharded = stands_for(param)
+        if not form.is_full and sharded is not None:
             state_dict[name] = shard_like(state_dict[name], sharded)
 
 

@@ -183,7 +183,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         ignored, ignored_params = resolve_ignored(module, ignored_modules, ignored_states)
         device = resolve_device(device_id)
         params = set(module.parameters()) - ignored_params
-        check_single_device((param.device for param in params), device)
+        check_single_device({param.device for param in params}, device)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
         strategy = strategy_on(mesh, strategy)
         if auto_wrap_policy is not None:
