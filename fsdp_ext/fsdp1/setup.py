@@ -71,10 +71,13 @@ def check_arguments(
     precision: MixedPrecision,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Raise TypeError, or ValueError where FSDP1 does, for arguments of a wrong type.
+    """Check the arguments that name no module and no ranks.
 
     Raises:
-        ValueError: for a dtype that cannot be used, too.
+        NotImplementedError: if the environment asks for evaluation in full precision.
+        TypeError: for an argument of a wrong type.
+        ValueError: for a dtype that cannot be used and, as under FSDP1, a ``param_init_fn`` that
+            cannot be called.
     """
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(

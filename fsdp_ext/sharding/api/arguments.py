@@ -321,9 +321,9 @@ def _ranks_of_placement(mesh_info: Any, name: str, ranks: Ranks) -> Ranks:
             f"shard_placement_fn returned mesh_info={mesh_info!r} for parameter '{name}'. Return "
             "FSDPMeshInfo(mesh, shard_mesh_dim=0)."
         )
-    if ranks.spmd is not None and mesh == ranks.mesh:
-        return ranks
     if ranks.spmd is not None:
+        if mesh == ranks.mesh:
+            return ranks
         raise NotImplementedError(
             f"shard_placement_fn returned another mesh than fully_shard's for parameter '{name}', "
             f"{mesh}, which is not supported with dp_mesh_dims. Shard it over fully_shard's mesh, "
@@ -382,9 +382,9 @@ def check_modules(modules: Iterable[object]) -> None:
 
 def has_no_forward(module: object) -> bool:
     """Return whether ``module`` is a list or a dict of modules that nothing calls."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
-        type(module).forward is nn.Module.forward
-        or type(module).forward is getattr(nn.ModuleList, "forward", None)
+    return (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward is nn.Module.forward
     )
 
 
