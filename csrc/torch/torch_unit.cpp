@@ -212,13 +212,6 @@ void TorchUnit::attach(void* unsharded) {
   if (has_extensions_) {
     attach_extensions();
   }
-  for (const std::size_t parameter : parameters_.trainable()) {
-    const bool requires_grad = parameters_.sharded(parameter).requires_grad();
-    if (parameters_[parameter].unsharded.requires_grad() != requires_grad) {
-      parameters_[parameter].unsharded.set_requires_grad(requires_grad);
-    }
-    parameters_[parameter].requires_grad = requires_grad;
-  }
   register_parameters(/*unsharded=*/true);
 }
 
@@ -267,6 +260,9 @@ void TorchUnit::register_parameters(bool unsharded) {
     return;
   }
   const py::gil_scoped_acquire gil;
+  if (unsharded) {
+    take_gradient_settings();
+  }
   const auto objects = [this](bool are_unsharded, std::size_t parameter) {
     const UnitParameter& of = parameters_[parameter];
     return (are_unsharded ? of.unsharded_object : of.sharded).ptr();

@@ -44,6 +44,18 @@ void TorchUnit::carry_gradient_settings() {
   }
 }
 
+// While the modules had the sharded parameters, the user may have frozen some, also if the unit has
+// stayed unsharded: Note [after an evaluation] in core/gather/unit_gather.h.
+void TorchUnit::take_gradient_settings() {
+  for (const std::size_t i : parameters_.trainable()) {
+    const bool requires_grad = parameters_.sharded(i).requires_grad();
+    if (parameters_[i].unsharded.requires_grad() != requires_grad) {
+      parameters_[i].unsharded.set_requires_grad(requires_grad);
+    }
+    parameters_[i].requires_grad = requires_grad;
+  }
+}
+
 // See Note [frozen while gradients accumulate].
 bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
   const auto is_frozen_until_reduced = [&](const at::Tensor& parameter, bool trainable) {

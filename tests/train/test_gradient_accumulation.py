@@ -126,6 +126,13 @@ def freeze(run: Run, on: bool) -> None:
     run.model.blocks[1].requires_grad_(not on)
 
 
+def freeze_after_evaluation(run: Run, on: bool) -> None:
+    """Units that stay unsharded have their sharded parameters shown then."""
+    with torch.no_grad():
+        run.loss(step=0, micro_batch=2)
+    freeze(run, on)
+
+
 def freeze_the_start(run: Run, on: bool) -> None:
     """Backward does not reach the first unit then."""
     run.model.stem.requires_grad_(not on)
@@ -208,6 +215,9 @@ CASES = [
          fsdp2=REORDERED, unsharded=REORDERED),
     Case("nested units, reduced the last time", models.NestedUnits, step=LAST_TIME),
     Case("freezing", Stack, step=changing(freeze)),
+    Case("freezing after an evaluation without resharding", Stack,
+         step=changing(freeze_after_evaluation), options={"reshard_after_forward": False},
+         fsdp2_fails="adds gradients of parameters that were frozen while unsharded"),
     Case("freezing with mixed precision", Stack, step=changing(freeze), unsharded=None,
          precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
     Case("freezing the first layers", Stack, step=changing(freeze_the_start)),
