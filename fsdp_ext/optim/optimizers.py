@@ -22,11 +22,19 @@ class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
 
     A parameter may get its first gradient after others. If ``fused`` is true, that needs
-    ``dampening=0``, or else ``step`` raises RuntimeError.
+    ``dampening=0``, or else ``step`` raises RuntimeError. Groups with bfloat16 or float16 on the
+    host step with ``foreach=True`` in place of ``fused=True``.
     """
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
+        if group["fused"] and any(map(_loses_fused_updates, params)):
+            if getattr(self, "grad_scale", None) is not None:
+                raise RuntimeError(
+                    "fsdp_ext.optim.SGD got a GradScaler for bfloat16 or float16 parameters on "
+                    "the host, where PyTorch's fused code updates none. Pass foreach=True."
+                )
+            group.update(foreach=True, fused=False)
         # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
         if group["fused"] and 0 < sum(each is None for each in momentums) < len(momentums):
             if group["dampening"] != 0:
@@ -41,6 +49,12 @@ class SGD(FlatStep, torch.optim.SGD):
                 for param, each in zip(params, momentums, strict=True)
             ]
         return found
+
+
+def _loses_fused_updates(param: torch.Tensor) -> bool:
+    # There, PyTorch's fused code changes the momentum, but not the parameter:
+    # https://github.com/pytorch/pytorch/issues/191763
+    return param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
 
 
 class Muon(MuonStep):

@@ -573,6 +573,22 @@ def test_sgd_may_get_first_gradients_later_as_torchs_without_fused_code() -> Non
         damped.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_updates_low_precision_on_the_host_as_torchs_without_fused_code(
+    dtype: torch.dtype,
+) -> None:
+    pairs = []
+    for make in (SGD, partial(torch.optim.SGD, foreach=True)):
+        torch.manual_seed(0)
+        param = torch.randn(67).to(dtype).requires_grad_()
+        optimizer = make([param], lr=0.1, momentum=0.9, nesterov=True)
+        for _ in range(3):
+            param.grad = torch.randn(67).to(dtype)
+            optimizer.step()
+        pairs.append((param, optimizer.state[param]["momentum_buffer"]))
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
+
+
 # - Clipping
 
 
