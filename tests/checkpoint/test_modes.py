@@ -1,4 +1,4 @@
-"""Checkpoints depend neither on the default device nor on inference mode."""
+"""Checkpoints depend neither on modes of torch nor on whether units are unsharded."""
 
 from __future__ import annotations
 
@@ -51,3 +51,20 @@ def _come_back(place: Path, is_sharded: bool, mode: Any) -> None:
 )
 def test_checkpoints_come_back(tmp_path: Path, is_sharded: bool, mode: Any) -> None:
     run_ranks(_come_back, 1, tmp_path, is_sharded, mode)
+
+
+def _come_back_unsharded(place: Path) -> None:
+    saved, of_saved = _trained(True)
+    saved.unshard()  # type: ignore[operator]
+    checkpoint.save(place, saved, of_saved)
+    loaded, of_loaded = _trained(True)
+    checkpoint.load(place, loaded, of_loaded)
+    for name, weight in saved.named_parameters():
+        other = loaded.get_parameter(name)
+        assert torch.equal(other, weight)
+        for key, value in of_saved.state[weight].items():
+            assert torch.equal(of_loaded.state[other][key], value)
+
+
+def test_units_may_be_unsharded_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    run_ranks(_come_back_unsharded, 1, tmp_path)
