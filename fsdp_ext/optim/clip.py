@@ -199,10 +199,16 @@ def _gradients_of(params: list[Any]) -> _Gradients:
     first = id(params[0]) if params else 0
     known = _known.get(first)
     if known is None or not known.are_of(params):
-        known = _Gradients(params)
+        known = _Gradients(_sharded(params))
         if known.watches:
             _known[first] = known
     return known
+
+
+def _sharded(params: list[Any]) -> list[Any]:
+    """Return ``params`` with sharded parameters in place of those of units that are unsharded."""
+    sharded = {param.registered(): param.sharded for unit in units_alive() for param in unit.params}
+    return [sharded.get(param, param) for param in params]
 
 
 def _local_grad(param: Any) -> torch.Tensor:

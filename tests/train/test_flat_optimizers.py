@@ -631,6 +631,20 @@ def _norms_are_those_of_torch() -> None:
     torch.testing.assert_close(ours, (inside**2 + 12) ** 0.5)
 
 
+def _units_may_be_unsharded() -> None:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    backward(model)
+    norms = [fsdp_ext.clip_grad_norm_(given, 0.05) for given in (model, list(model.parameters()))]
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    model.reshard()
+    for unit in model.units():
+        unit.reshard()
+    norms.append(fsdp_ext.clip_grad_norm_(model, 0.05))
+    assert norms[0] > 0.06
+    torch.testing.assert_close(norms[1:], [torch.tensor(0.05)] * 2, rtol=1e-4, atol=0)
+
+
 def _norms_agree_if_a_rank_has_no_gradient() -> None:
     model = sharded()
     first, *_ = model.parameters()
@@ -711,6 +725,7 @@ def _clipping_keeps_no_model() -> None:
     ("work", "ranks"),
     [
         (_norms_are_those_of_torch, 3),
+        (_units_may_be_unsharded, 2),
         (_norms_agree_if_a_rank_has_no_gradient, 2),
         (_norms_of_several_meshes, 4),
         (_norms_of_tensor_parallel_parameters, 4),
