@@ -144,7 +144,7 @@ class profile(Recording):
         if not self._has_model():
             raise RuntimeError(
                 "profile lost track of the model, whose parameters were replaced, frozen or "
-                "unfrozen since profile(model) was called. Make another profile after that."
+                "unfrozen. Make another profile behind the next forward."
             )
 
     def _has_parameters_of(self, optimizer: Optimizer) -> bool:
