@@ -258,7 +258,7 @@ def _wrapped_as_fsdp1() -> None:
         )
         planned = plan(model)
         assert len(planned.units) == 4
-    expect_as_planned(model._sharded, train(model), planned)
+    expect_as_planned(model, train(model), planned)
 
 
 def test_a_model_wrapped_as_by_fsdp1_has_what_was_planned() -> None:
