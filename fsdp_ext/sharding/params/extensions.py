@@ -198,7 +198,6 @@ class Extension:
     ) -> None:
         assert param.own is not None
         self.name = param.name
-        self.index = -1  # in the layout
         self._sharded = param.sharded
         self._module = weakref.ref(param.attributes[0][0])
         self._shape, self._padded = param.shape, param.own.size
@@ -327,17 +326,17 @@ class UnitExtensions:
     """All extensions of a unit. The C++ unit calls these methods.
 
     Args:
-        extensions: one for each such parameter.
+        extensions: one for each such parameter, by the parameter's index in the layout.
     """
 
-    extensions: Sequence[Extension]
+    extensions: dict[int, Extension]
 
     @hidden_from_dynamo
     @torch.inference_mode(False)
     @torch.no_grad()
     def compute_inputs(self) -> None:
         """Compute the inputs of the next gather."""
-        for extension in self.extensions:
+        for extension in self.extensions.values():
             extension.compute_inputs()
 
     @hidden_from_dynamo
@@ -346,19 +345,19 @@ class UnitExtensions:
     def attach(self) -> dict[int, nn.Parameter]:
         """Make the unsharded parameters; return the new ones by their index in the layout."""
         try:
-            for extension in self.extensions:
+            for extension in self.extensions.values():
                 extension.attach()
         except BaseException:
-            for extension in self.extensions:
+            for extension in self.extensions.values():
                 extension.undo_attach()
             raise
-        made = {extension.index: extension.take_new() for extension in self.extensions}
+        made = {index: extension.take_new() for index, extension in self.extensions.items()}
         return {index: param for index, param in made.items() if param is not None}
 
     @hidden_from_dynamo
     def detach(self) -> None:
         """Free the unsharded parameters' memory outside of the slot."""
-        for extension in self.extensions:
+        for extension in self.extensions.values():
             extension.detach()
 
 
@@ -382,9 +381,7 @@ def place_extensions(
         if isinstance(entry, GatherInput):
             entry.part, entry.output = part, view
     indices = [index for index, entry in enumerate(entries) if not entry.is_gathered]
-    for extension, index in zip(extensions, indices, strict=True):
-        extension.index = index
-    return UnitExtensions(extensions)
+    return UnitExtensions(dict(zip(indices, extensions, strict=True)))
 
 
 def _resize(tensor: torch.Tensor, nbytes: int) -> None:
