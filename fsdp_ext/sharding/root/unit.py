@@ -193,40 +193,35 @@ class Unit(ParamGroup):
     @torch.no_grad()
     def _shard(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam:
         """Return a sharded parameter with this rank's shard, on meta if the parameter is there."""
-        extension = self._shard_extension(param, name, dim)
-        if extension is not None:
-            return extension
-        part = part_of_this_rank(param)
-        first, count = self._range(part.shape, dim)
-        # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
-        local = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
+        part = param._local_tensor if isinstance(param, DTensor) else param
         spread = shards_of(param, self.ranks, dim)
-        dtensor = spread.dtensor(local if local.is_meta else local.to(self.shard_device))
+        own = quantization = None
+        if keeps_own_rows(name, part):
+            check_can_extend(name, part, dim, self.settings)
+            own = OwnRows.of(part, name, self.ranks, self.device)
+            dtensor = spread.wrap(own.local)
+        else:
+            dtensor = spread.dtensor(self._rows_of(param, dim))
+            quantization = quantization_of(param)
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
         grad_dtype = own_grad_dtype(param)
         if grad_dtype is not None:
             sharded.grad_dtype = grad_dtype
-        unsharded = Spread.of(param, self.ranks)
-        quantization = quantization_of(param)
-        if quantization is not None and not local.is_meta:
+        if quantization is not None and not param.is_meta:
             quantization.to(self.device)  # as the numbers
         keeps = quantization is not None or keeps_dtype(self.settings.mp_policy, name, param)
+        before = Spread.of(param, self.ranks)
         return ShardedParam(
-            name, part.shape, sharded, dim, spread, unsharded, keeps, quantization=quantization
+            name, part.shape, sharded, dim, spread, before, keeps, own, quantization=quantization
         )
 
-    def _shard_extension(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam | None:
-        """Return a sharded parameter if its class says how it is gathered, and otherwise None."""
-        part = param._local_tensor if isinstance(param, DTensor) else param
-        if not keeps_own_rows(name, part):
-            return None
-        check_can_extend(name, part, dim, self.settings)
-        own = OwnRows.of(part, name, self.ranks, self.device)
-        spread = shards_of(param, self.ranks, dim)
-        sharded = nn.Parameter(spread.wrap(own.local), requires_grad=param.requires_grad)
-        before = Spread.of(param, self.ranks)
-        keeps = keeps_dtype(self.settings.mp_policy, name, param)
-        return ShardedParam(name, part.shape, sharded, dim, spread, before, keeps, own)
+    def _rows_of(self, param: nn.Parameter, dim: int) -> torch.Tensor:
+        """Return a copy of this rank's rows of a parameter, on the device of shards or on meta."""
+        part = part_of_this_rank(param)
+        first, count = self._range(part.shape, dim)
+        # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
+        rows = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
+        return rows if rows.is_meta else rows.to(self.shard_device)
 
     def take_parameters(self) -> None:
         """Put the sharded parameters into the modules, which are unchanged until then."""
