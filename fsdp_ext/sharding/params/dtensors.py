@@ -104,27 +104,25 @@ def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
 
 
 def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread:
-    """Return the same on the whole mesh. Several dimensions that shard become one, as in FSDP2."""
+    """Return :func:`shards_of` on the whole mesh. Dimensions that shard become one, as in FSDP2."""
     names = spmd.mesh.mesh_dim_names or ()
+    first = names.index(spmd.shard_names[0])
+    behind = range(first + 1, len(names))
+    cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
+    shard = _shard_behind(dim, cuts)
+    if len(spmd.shard_names) == 1:
+        before, after = param.placements[:first], param.placements[first + 1 :]
+        return Spread(spmd.mesh, (*before, shard, *after), param.shape)
     meshes: list[DeviceMesh] = []
     placements: list[Placement] = []
-    for index, name in enumerate(names):
-        placement = param.placements[index]
+    for name, placement in zip(names, param.placements, strict=True):
         if name == spmd.shard_names[0]:
-            behind = range(index + 1, len(names))
-            cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
-            placement = _shard_behind(dim, cuts)
-            if len(spmd.shard_names) > 1:
-                meshes.append(ranks.mesh)
-                placements += ranks.placements(placement)
-                continue
-        elif len(spmd.shard_names) > 1 and name in spmd.data_parallel_names:
-            continue  # in the mesh of the ranks
-        meshes.append(spmd.mesh[name])
-        placements.append(placement)
-    whole = len(spmd.shard_names) == 1
-    mesh = spmd.mesh if whole else DeviceMesh._concatenate(meshes)
-    return Spread(mesh, tuple(placements), param.shape)
+            meshes.append(ranks.mesh)
+            placements += ranks.placements(shard)
+        elif name not in spmd.data_parallel_names:  # the mesh of the ranks has the others
+            meshes.append(spmd.mesh[name])
+            placements.append(placement)
+    return Spread(DeviceMesh._concatenate(meshes), tuple(placements), param.shape)
 
 
 def _shard_behind(dim: int, cuts: int) -> Placement:
