@@ -105,7 +105,7 @@ class Root(UnitTree):
             log_default(self.settings.bucket_bytes[0], self.link)
         self.mesh_ranks = MeshRanks(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
-        self.impl = self._build()
+        self._build()
         self._put_unreduced()
         # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
@@ -140,7 +140,7 @@ class Root(UnitTree):
 
     # - The C++ side
 
-    def _build(self) -> _C.TorchRoot:
+    def _build(self) -> None:
         """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
         impl = _C.TorchRoot(
             lanes=self.lanes,
@@ -175,7 +175,6 @@ class Root(UnitTree):
             for unit, unit_impl in zip(self.units, impls, strict=True):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_impl)
-        return impl
 
     def _name_of(self, unit: Unit, module_name: str) -> str:
         name = module_name or "the root"
@@ -202,7 +201,7 @@ class Root(UnitTree):
         replaced = self.impl
         self._unreduced = self._unreduced or unreduced.take(replaced, self._placed)
         try:
-            self.impl = self._build()
+            self._build()
         finally:
             if self.impl is not replaced:
                 replaced.retire()  # a graph may own it, and must not run backward through it
