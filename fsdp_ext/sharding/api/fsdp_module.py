@@ -98,7 +98,7 @@ class FSDPModule(TorchFSDPModule):
         """
         root = self._fsdp_ext_unit.root
         if root is not None:
-            root.prefetch_next_forward()
+            root.impl.prefetch_next_forward()
 
     def reset_iter_state(self) -> None:
         """Reshard all units and drop unreduced gradients, after an iteration that failed.

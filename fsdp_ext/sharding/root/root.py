@@ -428,17 +428,6 @@ class Root(UnitTree):
         self._pending.settle(self.impl)
         self.impl.set_before_backward(None)
 
-    def abandon_forward(self, unit: Unit) -> None:
-        """Register the sharded parameters again if the outermost forward was that of ``unit``.
-
-        Call it after an exception in the forward of ``unit``.
-        """
-        self.impl.abandon_forward(self.number(unit))
-
-    def prefetch_next_forward(self) -> None:
-        """Issue the first gathers of the next forward."""
-        self.impl.prefetch_next_forward()
-
     # - unshard() and reshard(), called by the user
 
     def reshard(self, unit: Unit) -> None:
@@ -497,9 +486,12 @@ def _units_with(unit: Unit, module: nn.Module) -> Sequence[Unit]:
 
 
 def abandon_forward(unit: Unit) -> None:
-    """Let modules have their sharded parameters after an exception in the forward of ``unit``."""
+    """Register sharded parameters again after an exception in the forward of ``unit``.
+
+    Nothing happens if the forward of another unit encloses it.
+    """
     if unit.root is not None and unit.impl is not None:
-        unit.root.abandon_forward(unit)
+        unit.root.impl.abandon_forward(unit.root.number(unit))
 
 
 def running_root(model: nn.Module, caller: str) -> Root:
