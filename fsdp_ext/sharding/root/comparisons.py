@@ -70,15 +70,11 @@ def compare_shard_groups(
     of_groups: list[Any] = [None] * replicas.size()
     dist.all_gather_object(of_groups, mine, group=replicas)
     for number, theirs in enumerate(of_groups):
-        if theirs != mine:
-            what, here, there = (
-                ("transports", mine[0], theirs[0])
-                if theirs[0] != mine[0]
-                else ("settings", mine[1], theirs[1])
-            )
-            own = dist.get_rank(replicas)
-            raise ValueError(
-                f"the shard groups have different {what}: shard group {own} has {here} and shard "
-                f"group {number} has {there}. Pass the same transport, bucket_bytes, "
-                "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
-            )
+        for what, here, there in zip(("transports", "settings"), mine, theirs, strict=True):
+            if here != there:
+                own = dist.get_rank(replicas)
+                raise ValueError(
+                    f"the shard groups have different {what}: shard group {own} has {here} and "
+                    f"shard group {number} has {there}. Pass the same transport, bucket_bytes, "
+                    "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
+                )
