@@ -119,7 +119,5 @@ def _chunks(
     """Yield each rank's part of ``whole``, and the same part of ``packed``, in equal shapes."""
     layout = impl.layout_of(unit)
     begin = layout.placements[index].grad_offset
-    dim, ranks = param.shard_dim, layout.world_size
-    rows = -(-param.shape[dim] // ranks)
-    for rank, part in enumerate(torch.split(whole, max(rows, 1), dim)):
+    for rank, part in enumerate(torch.chunk(whole, layout.world_size, param.shard_dim)):
         yield part, packed[rank].narrow(0, begin, part.numel()).view(part.shape)
