@@ -70,29 +70,9 @@ class Root(UnitTree):
         self._pending = PendingGradients()
         for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
             self._unreduced += provisional.give_up()
+        self._make_lanes()
         first = self.units[0]
-        transport = between = first.settings.transport
-        if isinstance(transport, Simulated):
-            transport, between = transport.within_shard_group(), transport.between_replicas()
         replicas = first.ranks.replicate_group
-        at_once = 2 if replicas is None else 4
-        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "A CUDA graph capture has the model's first forward, which makes communicators and "
-                "buffers. Run a few whole steps before capturing one."
-            )
-        self.lanes = lanes_of(first.ranks.shard_group, first.device, transport, at_once=at_once)
-        if has_peers(first):
-            compare_groups(self.lanes, self.units, self.module_names())
-        self.meshes = add_meshes(self.lanes, self.units)
-        for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
-            add_group_lanes(self.lanes, first.ranks.shard_group, first.device, transport, ranks)
-        # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
-        self.replicas: _C.Lanes | None = None
-        if replicas is not None:
-            self.replicas = lanes_of(
-                replicas, first.device, between, at_once=at_once, between_replicas=True
-            )
         names = (self.lanes.transport, (self.replicas or self.lanes).transport)
         self.link = link_of_buckets(
             names, first.settings.transport, first.world_size, first.replicas
@@ -136,6 +116,32 @@ class Root(UnitTree):
                 f"the units under one root ask for {len(transports)} transports, "
                 f"{' and '.join(sorted(map(repr, transports)))}. Pass the same one to each "
                 "fully_shard."
+            )
+
+    def _make_lanes(self) -> None:
+        """Make communicators for all groups of ranks, after ranks have compared these groups."""
+        first = self.units[0]
+        transport = between = first.settings.transport
+        if isinstance(transport, Simulated):
+            transport, between = transport.within_shard_group(), transport.between_replicas()
+        replicas = first.ranks.replicate_group
+        at_once = 2 if replicas is None else 4
+        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph capture has the model's first forward, which makes communicators and "
+                "buffers. Run a few whole steps before capturing one."
+            )
+        self.lanes = lanes_of(first.ranks.shard_group, first.device, transport, at_once=at_once)
+        if has_peers(first):
+            compare_groups(self.lanes, self.units, self.module_names())
+        self.meshes = add_meshes(self.lanes, self.units)
+        for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
+            add_group_lanes(self.lanes, first.ranks.shard_group, first.device, transport, ranks)
+        # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
+        self.replicas: _C.Lanes | None = None
+        if replicas is not None:
+            self.replicas = lanes_of(
+                replicas, first.device, between, at_once=at_once, between_replicas=True
             )
 
     # - The C++ side
