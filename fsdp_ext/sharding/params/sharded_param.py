@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.params.dtensors import GradientPlace, Spread
@@ -90,8 +91,22 @@ class ShardedParam:
 # The entries of a layout: parameters, and the inputs of extensions.
 Entry = ShardedParam | GatherInput
 
+BoundObjects = tuple[nn.Parameter | None, nn.Parameter | None, Callable[[DTensor], DTensor] | None]
 
-def unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter:
+
+def bound_objects(param: ShardedParam | None, view: torch.Tensor) -> BoundObjects:
+    """Return what the C++ unit needs of a parameter; None stands for an input of an extension.
+
+    These are the sharded parameter, the unsharded one if no extension makes it, and the function
+    that gives a DTensor's gradient its placements.
+    """
+    if param is None:
+        return None, None, None
+    whole = _unsharded_parameter(param, view) if param.is_gathered else None
+    return param.sharded, whole, None if param.unsharded is None else param.unsharded.place
+
+
+def _unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter:
     """Return the unsharded parameter over a view of the slot."""
     whole = view if param.unsharded is None else param.unsharded.dtensor(view)
     unsharded = nn.Parameter(whole, requires_grad=param.requires_grad)

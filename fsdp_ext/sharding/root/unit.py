@@ -50,11 +50,11 @@ from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.sharded_param import (
     Entry,
     ShardedParam,
+    bound_objects,
     gradient_places,
     kind_of_part,
     lies_in,
     shape_of_view,
-    unsharded_parameter,
 )
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
 from fsdp_ext.sharding.root import optimizer_hooks
@@ -484,9 +484,8 @@ class Unit(ParamGroup):
         """
         self.name = name
         self.flatten()
-        flat = self.flat_param
-        if flat is not None:
-            flat.freeze()
+        if self.flat_param is not None:
+            self.flat_param.freeze()
         for param in self.params:
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
@@ -499,8 +498,13 @@ class Unit(ParamGroup):
                 "module.to_empty(device=...) and initialise them before the first forward."
             )
         extensions = self._find_extensions()
-        layout = self.layout_for(training=True)
-        entries = self.entries
+        impl = self._make_impl(self.layout_for(training=True))
+        self._bind(impl, extensions)
+        self.impl = impl
+        return impl
+
+    def _make_impl(self, layout: _C.UnitLayout) -> _C.TorchUnit:
+        """Make the C++ unit, which has no parameters of Python yet."""
         policy = self.settings.mp_policy
         flat_gradient = torch.empty(
             layout.gradient_bytes,
@@ -508,39 +512,33 @@ class Unit(ParamGroup):
             device=self.shard_device,
             pin_memory=self.pins_memory,
         )
-        impl = _C.TorchUnit(
+        return _C.TorchUnit(
             layout=layout,
             shard=_C.FlatTensor(self.flat_shard, self.shard_parts),
             flat_gradient=flat_gradient,
-            parameters=[self._unit_parameter(entry) for entry in entries],
+            parameters=[self._unit_parameter(entry) for entry in self.entries],
             device=self.device,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
             module_count=len(self.modules),
         )
+
+    def _bind(self, impl: _C.TorchUnit, extensions: Sequence[Extension]) -> None:
+        """Give the C++ unit its parameters, what makes their gradients, and their attributes."""
+        entries, views = self.entries, impl.unsharded_views()
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
-        views = impl.unsharded_views()
-        unsharded = [
-            unsharded_parameter(param, view) if param is not None and param.is_gathered else None
-            for param, view in zip(params, views, strict=True)
-        ]
-        self._unsharded = [weakref.ref(param) for param in unsharded if param is not None]
+        objects = [bound_objects(param, view) for param, view in zip(params, views, strict=True)]
+        self._unsharded = [weakref.ref(whole) for _, whole, _ in objects if whole is not None]
+        flat = self.flat_param
+        make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+        if flat is None:
+            make_gradients = gradient_maker(gradient_places(params, impl.layout, self.grad_dtype))
+        else:
+            first = self.params[0]
+            make_gradients = flat_gradient_maker(self.grad_dtype(first), first.is_trained)
         impl.bind(
-            objects=[
-                (None, None, None)
-                if param is None
-                else (
-                    param.sharded,
-                    whole,
-                    None if param.unsharded is None else param.unsharded.place,
-                )
-                for param, whole in zip(params, unsharded, strict=True)
-            ],
-            make_gradients=gradient_maker(gradient_places(params, layout, self.grad_dtype))
-            if flat is None
-            else flat_gradient_maker(
-                self.grad_dtype(self.params[0]), is_trained=self.params[0].is_trained
-            ),
+            objects=objects,
+            make_gradients=make_gradients,
             extensions=place_extensions(extensions, entries, self.shard_parts, views),
             flat_parameter=None if flat is None else flat.param,
             attributes=[
@@ -559,8 +557,6 @@ class Unit(ParamGroup):
         if self.settings.shows_accumulated:
             spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
             impl.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
-        self.impl = impl
-        return impl
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
         shape = shape_of_view(entry)
