@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
 from fsdp_ext.planner.units import Units, chosen_modules
-from fsdp_ext.sharding.root.module_state import has_state
+from fsdp_ext.sharding.root.module_state import state_of
 from fsdp_ext.verifier.subject import Subject
 
 
@@ -28,7 +28,7 @@ def check_model(model: Any) -> None:
         raise TypeError(f"verify got a {type(model).__name__}. Pass an nn.Module.")
     name = type(model).__name__
     is_sharded = any(
-        has_state(module) or isinstance(module, (TorchFSDPModule, TorchFSDP))
+        state_of(module) is not None or isinstance(module, (TorchFSDPModule, TorchFSDP))
         for module in model.modules()
     )
     if is_sharded:

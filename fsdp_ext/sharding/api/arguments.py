@@ -20,7 +20,7 @@ from fsdp_ext.comm.inline_group import is_inline
 from fsdp_ext.sharding.params.dtensors import shards_before
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import AUTO, Auto
-from fsdp_ext.sharding.root.module_state import has_state
+from fsdp_ext.sharding.root.module_state import state_of
 
 # How to make a process group without torchrun.
 _IN_ONE_PROCESS = """In a single process, such as a notebook, run these two lines first:
@@ -365,7 +365,7 @@ def check_modules(modules: Iterable[object]) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
-        if has_state(module):
+        if state_of(module) is not None:
             raise MisuseError(
                 f"fully_shard got a {name} that is sharded already. Each distinct composable "
                 "distributed API can only be applied to a module once. To shard it again, for "

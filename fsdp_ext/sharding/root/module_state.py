@@ -53,18 +53,13 @@ def set_state(module: nn.Module, state: ModuleState) -> None:
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """Return the state of ``module``; None if fsdp_ext has done nothing to it."""
-    state: ModuleState | None = module.__dict__.get(_KEY)
-    return state
+    """Return the state of ``module`` itself; None if fsdp_ext has done nothing to it.
 
-
-def has_state(module: nn.Module) -> bool:
-    """Return whether ``module`` itself has a state.
-
-    ``hasattr`` would look through wrappers that forward attributes, such as the one of activation
+    ``getattr`` would look through wrappers that forward attributes, such as the one of activation
     checkpointing. The wrapper of a sharded module is not sharded itself.
     """
-    return _KEY in module.__dict__
+    state: ModuleState | None = module.__dict__.get(_KEY)
+    return state
 
 
 def is_state(attribute: str) -> bool:
