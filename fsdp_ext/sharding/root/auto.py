@@ -57,12 +57,12 @@ def chosen_for(units: Sequence[Unit], transport: str) -> Choice | None:
     """
     found = _chosen.get(_key(units, transport))
     first = units[0]
+    if found is None:
+        if first.ranks.rank_in_mesh == 0:
+            _logger.info(
+                "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; "
+                "the defaults are used until then"
+            )
+        return None
     both = first.settings.bucket_bytes == AUTO and first.settings.prefetch == AUTO
-    if found is not None and not both:
-        found = replace(found, stays_unsharded=())
-    if found is None and first.ranks.rank_in_mesh == 0:
-        _logger.info(
-            "settings are 'auto', but fsdp_ext.tune has not run for a model of this shape yet; the "
-            "defaults are used until then"
-        )
-    return found
+    return found if both else replace(found, stays_unsharded=())
