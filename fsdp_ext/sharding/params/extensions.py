@@ -49,14 +49,7 @@ from fsdp_ext.sharding.params.settings import UnitSettings
 
 
 def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSettings) -> None:
-    """Raise NotImplementedError if a unit cannot have an extension.
-
-    Args:
-        name: the parameter's name.
-        part: this rank's part of the parameter.
-        dim: the sharded dimension.
-        settings: the unit's.
-    """
+    """Raise NotImplementedError if a unit cannot have an extension, sharded in ``dim``."""
     if settings.offloads:
         raise NotImplementedError(
             f"offload_policy is CPUOffloadPolicy, but parameter '{name}' is a "
@@ -371,9 +364,9 @@ def place_extensions(
 
     Args:
         extensions: one for each parameter that is not gathered itself.
-        entries: the unit's parameters and gather inputs, in the layout's order.
-        parts: the part of the flat shard of each.
-        views: the unsharded view of each.
+        entries: the entries of the unit's layout.
+        parts: the part of the flat shard of each entry.
+        views: the unsharded view of each entry.
     """
     if not extensions:
         return None

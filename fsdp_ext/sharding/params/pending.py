@@ -57,12 +57,9 @@ class PendingGradients:
     def of(
         self, impl: _C.TorchRoot, unit: int, entries: Sequence[Entry]
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the accumulated gradients of a unit, by sharded parameter.
+        """Return accumulated gradients of the unit numbered ``unit``, by sharded parameter.
 
-        Args:
-            impl: the C++ side.
-            unit: the unit's number.
-            entries: the entries of its layout in ``impl``.
+        ``entries`` are those of its layout in ``impl``.
         """
         parts = impl.accumulated(unit)
         if not parts:

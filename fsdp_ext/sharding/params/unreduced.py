@@ -55,10 +55,7 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 
     Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
     part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
-
-    Args:
-        impl: the C++ side.
-        placed: for each unit, the entries of its layout in ``impl``.
+    ``placed`` has the entries of each unit's layout in ``impl``.
     """
     found = []
     for number, entries in enumerate(placed):
@@ -91,12 +88,12 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 def put(
     impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
 ) -> None:
-    """Let ``impl``, which has accumulated nothing, reduce the remaining gradients of another one.
+    """Let ``impl``, which has accumulated nothing, reduce gradients that another one has not.
 
     Args:
-        impl: the C++ side.
+        impl: the new C++ side.
         placed: for each unit, the entries of its layout in ``impl``.
-        unreduced: the result of :func:`take` for the other one.
+        unreduced: the result of :func:`take` for the old one.
     """
     if not unreduced:
         return

@@ -37,12 +37,8 @@ def _key(units: Sequence[Unit], transport: str) -> _Key:
 def remember(units: Sequence[Unit], transport: str, choice: Choice, *, memory_known: bool) -> None:
     """Use ``choice`` for models of this shape from now on.
 
-    Args:
-        units: the model's units.
-        transport: name of the transport in use.
-        choice: the settings.
-        memory_known: whether the choice was made for a known amount of memory. If not, other models
-            of this shape do not keep the choice's units unsharded.
+    If it was not made for a known amount of memory, other models of this shape do not keep the
+    choice's units unsharded.
     """
     _chosen[_key(units, transport)] = (
         choice if memory_known else replace(choice, stays_unsharded=())

@@ -18,11 +18,6 @@ def compare_groups(
 ) -> None:
     """Check that ranks agree on meshes and smaller groups, which they are about to join.
 
-    Args:
-        lanes: the lanes of the ranks that share the units.
-        units: the root's units.
-        module_names: the names of each unit's modules.
-
     Raises:
         ValueError: if a unit has meshes or groups of different sizes on different ranks.
     """

@@ -20,8 +20,8 @@ class ForwardHooks:
     Args:
         unit: the module's unit.
         index: the module's place in ``unit.modules``.
-        prepare: makes the unit's C++ side. It is called with the unit and the module before the
-            first forward, and before the first forward after :meth:`disconnect`.
+        prepare: makes the unit's C++ side before the first forward, and before the first one after
+            :meth:`disconnect`.
     """
 
     def __init__(self, unit: Unit, index: int, prepare: Callable[[Unit, nn.Module], None]) -> None:

@@ -14,12 +14,7 @@ from fsdp_ext.sharding.root.unit import Unit
 
 
 def refuse_several_meshes(units: Sequence[Unit], caller: str) -> None:
-    """Raise NotImplementedError if the units of a model have several meshes.
-
-    Args:
-        units: all units of the model.
-        caller: the public function, for the message.
-    """
+    """Raise NotImplementedError, in the name of ``caller``, if units have several meshes."""
     count = len({unit.ranks.mesh for unit in units})
     if count > 1:
         raise NotImplementedError(
@@ -29,11 +24,7 @@ def refuse_several_meshes(units: Sequence[Unit], caller: str) -> None:
 
 
 def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
-    """Check that a model may have the meshes that its units have. Nothing is sent.
-
-    Args:
-        units: all units of the model, the root's first.
-        names: their names.
+    """Check that a model may have the meshes of its units, the root's first. Nothing is sent.
 
     Raises:
         NotImplementedError: if there are several meshes, and one of them has other replicas than
@@ -78,13 +69,9 @@ def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
 
 
 def add_meshes(lanes: _C.Lanes, units: Sequence[Unit]) -> list[int]:
-    """Give ``lanes``, the root's, communicators for the meshes of all units.
+    """Give ``lanes``, the root's, communicators for the meshes of all units, the root's first.
 
     All ranks of the root call this, after :func:`check_meshes`.
-
-    Args:
-        lanes: the root's.
-        units: all units of the model, the root's first.
 
     Returns:
         The number of each unit's mesh among those of ``lanes``; 0 for the root's.

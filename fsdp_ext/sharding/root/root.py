@@ -402,11 +402,7 @@ class Root(UnitTree):
             self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
-        """Reduce the accumulated gradients of ``units`` alone, whatever their settings say.
-
-        Args:
-            units: units of this root.
-        """
+        """Reduce accumulated gradients of ``units`` of this root alone, whatever their settings."""
         if self.impl.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         asked = set(units)
@@ -468,10 +464,9 @@ def prepare_forward(unit: Unit, module: nn.Module) -> None:
 
 
 def ensure_root(unit: Unit) -> Root:
-    """Make the C++ side of ``unit``, and before the first forward a provisional root.
+    """Return the root of ``unit``, a provisional one before the first forward.
 
-    Returns:
-        The unit's root.
+    The C++ side of the unit exists afterwards.
     """
     with preparing(_units_with(unit, unit.modules[0])):
         if unit.root is None:
