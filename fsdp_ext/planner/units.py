@@ -21,6 +21,7 @@ from fsdp_ext.comm.link import Link
 from fsdp_ext.optim.attached import frees_gradients
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.api.arguments import check_containers, check_modules
+from fsdp_ext.sharding.params.dtensors import part_of_this_rank
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.params.ownership import (
     check_parameter,
@@ -281,7 +282,7 @@ def units_of_plain(
 
 def _refuse_extensions(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        part = param._local_tensor if isinstance(param, DTensor) else param
+        part = part_of_this_rank(param)
         if keeps_own_rows(name, part):
             raise NotImplementedError(
                 f"parameter '{name}' is a {type(part).__name__}. Its fsdp_pre_all_gather decides "

@@ -137,7 +137,7 @@ def shards_before(param: torch.Tensor, dim: int) -> int:
 
 def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter before it is sharded."""
-    return param._local_tensor if isinstance(param, DTensor) else param.detach()
+    return param._local_tensor if isinstance(param, DTensor) else param
 
 
 @dataclass(frozen=True)

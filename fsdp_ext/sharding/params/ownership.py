@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_ext._util.errors import MisuseError
-from fsdp_ext.sharding.params.dtensors import shards_of
+from fsdp_ext.sharding.params.dtensors import part_of_this_rank, shards_of
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.spmd import SpmdMesh
 
@@ -48,7 +48,7 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"parameter '{name}' belongs to a lazy module and has no shape yet. Run one forward "
             "before fully_shard."
         )
-    part = param._local_tensor if isinstance(param, DTensor) else param
+    part = part_of_this_rank(param)
     has_own_rows = keeps_own_rows(name, part)
     if not has_own_rows:
         _check_plain(name, part)

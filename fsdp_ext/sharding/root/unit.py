@@ -193,7 +193,7 @@ class Unit(ParamGroup):
     @torch.no_grad()
     def _shard(self, param: nn.Parameter, name: str, dim: int) -> ShardedParam:
         """Return a sharded parameter with this rank's shard, on meta if the parameter is there."""
-        part = param._local_tensor if isinstance(param, DTensor) else param
+        part = part_of_this_rank(param)
         spread = shards_of(param, self.ranks, dim)
         own = quantization = None
         if keeps_own_rows(name, part):
@@ -201,7 +201,7 @@ class Unit(ParamGroup):
             own = OwnRows.of(part, name, self.ranks, self.device)
             dtensor = spread.wrap(own.local)
         else:
-            dtensor = spread.dtensor(self._rows_of(param, dim))
+            dtensor = spread.dtensor(self._rows_of(part, dim))
             quantization = quantization_of(param)
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
         grad_dtype = own_grad_dtype(param)
@@ -215,9 +215,8 @@ class Unit(ParamGroup):
             name, part.shape, sharded, dim, spread, before, keeps, own, quantization=quantization
         )
 
-    def _rows_of(self, param: nn.Parameter, dim: int) -> torch.Tensor:
+    def _rows_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a copy of this rank's rows of a parameter, on the device of shards or on meta."""
-        part = part_of_this_rank(param)
         first, count = self._range(part.shape, dim)
         # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
         rows = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
