@@ -92,15 +92,11 @@ class Root(UnitTree):
             unit.root = self
 
     def _check_units(self) -> None:
-        names = {
-            unit: name
-            for name, module in reversed(list(self.module.named_modules()))
-            for unit in units_of(module)
-        }
-        for unit in self.units:
+        names = [of_unit[0] for of_unit in self.module_names()]
+        for unit, name in zip(self.units, names, strict=True):
             if unit.root is not None and not unit.root.is_provisional:
                 raise RuntimeError(
-                    f"'{names[unit]}' ran forward before, as a root of its own, but the first "
+                    f"'{name}' ran forward before, as a root of its own, but the first "
                     "forward has to be the root module's. Run the outermost sharded module first."
                 )
         if len(self.units[0].modules) > 1 and not self.is_provisional:
@@ -109,7 +105,7 @@ class Root(UnitTree):
                 "the root must be a single module. Call fully_shard on the module that contains "
                 "them, too."
             )
-        check_meshes(self.units, [names[unit] or "the root" for unit in self.units])
+        check_meshes(self.units, [name or "the root" for name in names])
         transports = {unit.settings.transport for unit in self.units}
         if len(transports) > 1:
             raise ValueError(
