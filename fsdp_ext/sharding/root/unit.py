@@ -355,10 +355,8 @@ class Unit(ParamGroup):
         tied = False
         for param in self.params:
             for attribute in list(param.attributes):
-                module, name = attribute
-                now = registered(module, name)
-                other = None if now is None else by_sharded.get(now)
-                if other is not None and other is not param:
+                other = by_sharded.get(registered(*attribute), param)
+                if other is not param:
                     param.attributes.remove(attribute)
                     other.attributes.append(attribute)
                     tied = True
