@@ -50,7 +50,7 @@ class Spread:
         return Spread(param.device_mesh, tuple(param.placements), param.shape, reduced)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor with ``local`` as this rank's part, on whatever device that is."""
+        """Return the DTensor with ``local`` as this rank's part, on the device of ``local``."""
         if local.device.type not in (self.mesh.device_type, "meta"):
             return self.wrap(local.view_as(local))  # from_local would move offloaded memory
         stride = contiguous_stride(self.shape)
@@ -59,7 +59,7 @@ class Spread:
         )
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """Return a DTensor with ``local`` itself inside, because its class may have no views."""
+        """Return a DTensor around ``local`` itself, whose class may not support views."""
         stride = contiguous_stride(self.shape)
         meta = TensorMeta(self.shape, stride, local.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
@@ -126,12 +126,12 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
 
 
 def _shard_behind(dim: int, cuts: int) -> Placement:
-    """Return the placement of a shard of a dimension that others have cut into ``cuts`` pieces."""
+    """Return a shard's placement if other mesh dimensions cut ``dim`` into ``cuts`` pieces."""
     return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
 
 
 def shards_before(param: torch.Tensor, dim: int) -> int:
-    """Return into how many pieces tensor parallelism has cut dimension ``dim`` of a parameter."""
+    """Return the number of pieces into which tensor parallelism has cut dimension ``dim``."""
     return param._spec.num_shards_map[dim] if isinstance(param, DTensor) else 1
 
 

@@ -4,9 +4,9 @@ Note [flat parameters in Python]
 The flat parameter is a plain parameter over the unit's flat shard, and its gradient is the flat
 gradient: Note [flat parameters] in csrc/torch/sharded_gradients.h. The module has it in
 ``_parameters``, so optimizers and ``zero_grad`` see it alone. The unit's own parameters, sharded or
-whole, are plain attributes in ``__dict__``, where forward finds them. They are shown as parameters
-for a while, in place of the flat one, where names or whole parameters are asked for: in state
-dicts and in ``summon_full_params``.
+whole, are plain attributes in ``__dict__``, where forward finds them. State dicts and
+``summon_full_params`` need their names or whole values, so they show them as parameters in place of
+the flat one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_back
 from fsdp_ext.sharding.params.ownership import mark_sharded, own_grad_dtype
 
 NAME = "_flat_param"  # as FSDP1 names it
-_IS_FLAT = "_is_flat_param"  # FSDP1's mark, by which isinstance(param, FlatParameter) goes
+_IS_FLAT = "_is_flat_param"  # FSDP1's mark, which isinstance(param, FlatParameter) reads
 
 # A unit and a parameter of it. Their files import this file, so the types cannot be named here.
 Unit = Any

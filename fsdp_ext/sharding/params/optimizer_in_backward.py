@@ -27,9 +27,10 @@ class _NotedParams(WeakTensorKeyDictionary):
 
 
 def watch_optimizers_in_backward() -> None:
-    """Let the next forward of every root look for optimizers that parameters have received since.
+    """Let the next forward of every root look for optimizers that parameters have received.
 
-    This has an effect once PyTorch's module with the function was imported, and only once.
+    Calls before the import of PyTorch's module do nothing, and neither do calls after the first
+    one that finds it.
     """
     params = _params()
     if params is not None and type(params) is not _NotedParams:

@@ -258,7 +258,7 @@ def goes_on_as(param: nn.Parameter) -> nn.Parameter | None:
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Set the attributes on ``target`` that users have set on ``source``.
 
-    Their code groups the parameters of an optimizer by them, for example.
+    Users group the parameters of an optimizer by such attributes, for example.
     """
     given = vars(source).items()
     vars(target).update({name: value for name, value in given if not name.startswith(_OURS)})

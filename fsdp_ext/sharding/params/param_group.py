@@ -135,7 +135,7 @@ class ParamGroup:
         """Return the dtype of the sharded gradient of ``param``.
 
         It is the sharded parameter's dtype or, if low-precision gradients are kept, the dtype that
-        ``param`` is computed with. A ``grad_dtype`` of its own comes first.
+        ``param`` is computed with. The parameter's own ``grad_dtype`` takes precedence.
         """
         keeps_low = self.settings.keep_low_precision_grads
         return param.grad_dtype or (self.compute_dtype(param) if keeps_low else param.dtype)

@@ -24,6 +24,7 @@ class _Copy:
     Args:
         unit: number of the parameter's unit.
         index: the parameter's index in the unit's layout.
+        param: the parameter.
         gradient: the copy: a DTensor if the parameter was one before it was sharded.
         local: this rank's tensor of it.
         version: the result of :meth:`count` when the copy was made.

@@ -153,7 +153,7 @@ def kind_of_part(entry: Entry) -> tuple[torch.Size, torch.dtype]:
 
 
 def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
-    """Return whether ``part``, at a byte of the flat shard, is the entry's part of it."""
+    """Return whether ``part`` is the entry's shard, and begins at byte ``offset`` of ``flat``."""
     if _address(part) != _address(flat) + offset:
         return False
     if isinstance(entry, GatherInput):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A mesh on which every parameter is a DTensor: ``dp_mesh_dims`` of ``fully_shard``.
+    """A mesh on which every parameter is a DTensor: that of ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
         mesh: the whole mesh.

@@ -28,7 +28,7 @@ class Unreduced:
         is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
         is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
             csrc/torch/shown_gradients.h.
-        put_aside: the sharded gradient that was there before.
+        put_aside: the sharded gradient that ``.grad`` had before.
     """
 
     param: ShardedParam

@@ -48,7 +48,7 @@ def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _name_of(root: nn.Module, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:
-    """Return a name of ``param`` in ``root``, of another attribute than ``besides``."""
+    """Return the name of an attribute below ``root`` that is ``param``, other than ``besides``."""
     for prefix, module in root.named_modules():
         for attribute, other in module._parameters.items():
             if other is param and (module, attribute) != besides:

@@ -254,7 +254,7 @@ class Root(UnitTree):
     # - Checked steps
 
     def _ranks(self) -> list[int]:
-        """Return the global ranks that this one compares with, set by set, or its own."""
+        """Return the mesh's global ranks, group by group, or without peers its own."""
         unit = self.units[0]
         ranks: list[int] = unit.ranks.mesh.mesh.flatten().tolist()
         return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]
@@ -435,8 +435,8 @@ class Root(UnitTree):
     def forget(self, unit: Unit) -> None:
         """Have the next gather of the unit's bucket read the sharded parameters of all ranks.
 
-        Within an iteration, parameters would otherwise be reused if their slot or a group of ranks
-        has them still, and no version tells that the sharded ones were changed.
+        Otherwise a gather in the same iteration could reuse parameters that a slot or a smaller
+        group of ranks still holds, because no version shows that the sharded ones have changed.
         """
         self.impl.invalidate(self.number(unit))
 

@@ -123,7 +123,7 @@ class Unit(ParamGroup):
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
-        # The parameters of the modules until take_parameters.
+        # The replacement of each parameter of the modules, until take_parameters puts it there.
         self._replacements = {
             param: self._shard(param, name, shard_dims.get(param, 0))
             for param, name in params.items()
@@ -171,7 +171,7 @@ class Unit(ParamGroup):
             hook.run(gradients, handle)
 
     def core_update(self) -> _C.UnitUpdate:
-        """Return what lets the attached optimizer step this unit's parameters in backward."""
+        """Return the C++ hook that steps this unit's parameters in backward."""
         return _C.UnitUpdate(weakref.WeakMethod(self._update))
 
     def _update(self, handle: int) -> None:
