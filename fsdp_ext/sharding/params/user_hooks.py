@@ -24,12 +24,7 @@ class AllReduceHook:
     stream: torch.Stream | None = None
 
     def run(self, gradients: torch.Tensor, handle: int) -> None:
-        """Call the function on the stream of its work.
-
-        Args:
-            gradients: the tensor for the function.
-            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
-        """
+        """Call the function on its stream. ``handle`` is that of the reductions' stream."""
         with on_stream(gradients.device, handle, self.stream):
             self.function(gradients)
 
@@ -47,11 +42,11 @@ class CommunicationHook:
     state: object
 
     def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
-        """Call the function on the stream of its work.
+        """Call the function on the reductions' stream.
 
         Args:
             gradients: gets the reduced gradients; without ``source`` it has the ones to reduce.
-            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
+            handle: see :func:`on_stream`.
             source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
                 rank after the other.
         """
@@ -83,11 +78,11 @@ class CustomCollective:
         self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def gather(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
-        """Let the object gather. The schedule calls this.
+        """Let the object gather on the gathers' stream. The schedule calls this.
 
         Args:
             output: gets the rows of all ranks.
-            handle: the handle of the gathers' stream; 0 on the host, which runs this on it.
+            handle: see :func:`on_stream`.
             source: this rank's rows.
         """
         with on_stream(output.device, handle, None):
@@ -98,24 +93,20 @@ class CustomCollective:
             output.copy_(gathered)
 
     def reduce(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
-        """Let the object add up gradients. The schedule calls this.
+        """Let the object add up gradients on the reductions' stream. The schedule calls this.
 
         Args:
             output: gets this rank's rows of the sum.
-            handle: the handle of the reductions' stream; 0 on the host, which runs this on it.
+            handle: see :func:`on_stream`.
             source: the gradients, the rows of each rank one after another.
         """
         with on_stream(output.device, handle, None):
             packed, reduced = self._buffer_like(source), self._buffer_like(output)
             packed.copy_(source)
-            _finish(
-                self.comm(
-                    output_tensor=reduced,
-                    input_tensor=packed,
-                    group=self.group,
-                    op=dist.ReduceOp.SUM,
-                )
+            work = self.comm(
+                output_tensor=reduced, input_tensor=packed, group=self.group, op=dist.ReduceOp.SUM
             )
+            _finish(work)
             output.copy_(reduced)
 
     def _buffer_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +138,7 @@ def on_stream(device: torch.device, handle: int, stream: torch.Stream | None) ->
 
     Args:
         device: the device of the tensors.
-        handle: the native handle of the lane's stream; unused on the host.
+        handle: the native handle of the lane's stream; 0 on the host, whose stream is this thread.
         stream: the stream for the block; None stands for the lane's stream.
     """
     if device.type == "cpu":
