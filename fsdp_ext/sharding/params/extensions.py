@@ -34,7 +34,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,10 +42,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import MisuseError
-from fsdp_ext.sharding.params.dtensors import Spread, contiguous_stride
-from fsdp_ext.sharding.params.ownership import is_extension, mark_unsharded
+from fsdp_ext.sharding.params.dtensors import contiguous_stride
+from fsdp_ext.sharding.params.ownership import mark_unsharded
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
+from fsdp_ext.sharding.params.sharded_param import Entry, GatherInput, ShardedParam
 
 
 def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSettings) -> None:
@@ -64,114 +65,6 @@ def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSett
         )
 
 
-@dataclass
-class OwnRows:
-    """One rank's rows of an extension, in memory of their own.
-
-    The operators here are those that FSDP2 calls, because a class may have no others.
-
-    Args:
-        size: size of that memory, which is the same on all ranks.
-        local: the rows, which begin it.
-        metadata: the metadata from ``fsdp_pre_all_gather`` for ``fsdp_post_all_gather``.
-    """
-
-    size: torch.Size
-    local: torch.Tensor
-    metadata: Any = None
-
-    @staticmethod
-    def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
-        """Return this rank's rows of a parameter.
-
-        Raises:
-            NotImplementedError: if it is not contiguous, or if its rows are of another class.
-        """
-        if not part.is_contiguous():
-            raise NotImplementedError(
-                f"parameter '{name}' is a {type(part).__name__} that is not contiguous: shape "
-                f"{tuple(part.shape)}, strides {part.stride()}. Make it contiguous first."
-            )
-        chunks = torch.chunk(part, ranks.size)
-        size = chunks[0].size()
-        mine = chunks[ranks.rank] if ranks.rank < len(chunks) else None
-        padded, count = part.new_zeros(size), 0
-        if mine is not None and mine.numel() > 0:
-            count = mine.size(0)
-            padded.narrow(0, 0, count).copy_(mine)
-        if not part.is_meta and padded.device.type != device.type:
-            padded = padded.to(device)
-        local = padded.narrow(0, 0, count)
-        if type(local) is not type(part) and not is_extension(name, local):
-            raise NotImplementedError(
-                f"parameter '{name}' is a {type(part).__name__}, but its rows are a "
-                f"{type(local).__name__} without fsdp_pre_all_gather. Its class has to return "
-                "itself from chunk, new_zeros and narrow."
-            )
-        return OwnRows(size, local)
-
-    def adopt(self, sharded: nn.Parameter) -> bool:
-        """Adopt the rows of a sharded parameter; return whether they are new."""
-        param: Any = sharded
-        local: torch.Tensor = param._local_tensor
-        if local is self.local:
-            return False
-        if type(local) is torch.Tensor:
-            # The user has set the methods on this object, which was a part of the flat shard.
-            local.data = local.clone()
-        elif local.size() != self.size and not local.is_meta:
-            padded, count = local.new_zeros(self.size), local.size(0)
-            if local.numel() > 0:
-                padded.narrow(0, 0, count).copy_(local)
-            local = param._local_tensor = padded.narrow(0, 0, count)
-        self.local = local
-        return True
-
-
-class GatherInput:
-    """One tensor that an extension gathers, as an entry of the layout: rows of bytes.
-
-    Args:
-        name: its name in messages.
-        like: this rank's tensor.
-        ranks: how many ranks gather it.
-    """
-
-    shard_dim = 0
-    keeps_dtype = True
-    dtype = torch.uint8
-    is_trained = False
-    grad_dtype: torch.dtype | None = None
-    is_gathered = True
-
-    def __init__(self, name: str, like: torch.Tensor, ranks: int) -> None:
-        rows = like.shape[0] if like.ndim > 0 else 1
-        row = like.shape[1:]
-        self.name = name
-        self.size = like.shape
-        self.input_dtype = like.dtype
-        self.output_shape = torch.Size([ranks * rows, *row])
-        self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
-        # The place for its bytes in the flat shard, and the gathered tensor in the slot.
-        self.part = torch.empty(0)
-        self.output = torch.empty(0)
-
-    def is_like(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has the size and dtype of the first one."""
-        return tensor.shape == self.size and tensor.dtype == self.input_dtype
-
-
-class ExtendedParam(Protocol):
-    """The properties of its parameter that an extension needs: see ``ShardedParam``."""
-
-    name: str
-    shape: torch.Size
-    sharded: nn.Parameter
-    unsharded: Spread | None
-    own: OwnRows | None
-    attributes: list[tuple[nn.Module, str]]
-
-
 class Extension:
     """The two methods of one parameter's class, for the life of a C++ unit.
 
@@ -187,7 +80,7 @@ class Extension:
     """
 
     def __init__(
-        self, param: ExtendedParam, ranks: Ranks, policy: MixedPrecisionPolicy, dtype: torch.dtype
+        self, param: ShardedParam, ranks: Ranks, policy: MixedPrecisionPolicy, dtype: torch.dtype
     ) -> None:
         assert param.own is not None
         self.name = param.name
@@ -356,7 +249,7 @@ class UnitExtensions:
 
 def place_extensions(
     extensions: Sequence[Extension],
-    entries: Sequence[Any],
+    entries: Sequence[Entry],
     parts: Sequence[torch.Tensor],
     views: Sequence[torch.Tensor],
 ) -> UnitExtensions | None:

@@ -1,4 +1,4 @@
-"""One parameter of a unit, and its places in the flat shard and in a slot."""
+"""The entries of a unit's layout, and their places in the flat shard and in a slot."""
 
 from __future__ import annotations
 
@@ -12,9 +12,106 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.sharding.params.dtensors import GradientPlace, Spread
-from fsdp_ext.sharding.params.extensions import GatherInput, OwnRows
 from fsdp_ext.sharding.params.flat_parameter import registered
-from fsdp_ext.sharding.params.ownership import mark_unsharded, own_grad_dtype
+from fsdp_ext.sharding.params.ownership import is_extension, mark_unsharded, own_grad_dtype
+from fsdp_ext.sharding.params.ranks import Ranks
+
+
+@dataclass
+class OwnRows:
+    """One rank's rows of an extension, in memory of their own: Note [tensor extensions].
+
+    The operators here are those that FSDP2 calls, because a class may have no others.
+
+    Args:
+        size: size of that memory, which is the same on all ranks.
+        local: the rows, which begin it.
+        metadata: the metadata from ``fsdp_pre_all_gather`` for ``fsdp_post_all_gather``.
+    """
+
+    size: torch.Size
+    local: torch.Tensor
+    metadata: Any = None
+
+    @staticmethod
+    def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
+        """Return this rank's rows of a parameter.
+
+        Raises:
+            NotImplementedError: if it is not contiguous, or if its rows are of another class.
+        """
+        if not part.is_contiguous():
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(part).__name__} that is not contiguous: shape "
+                f"{tuple(part.shape)}, strides {part.stride()}. Make it contiguous first."
+            )
+        chunks = torch.chunk(part, ranks.size)
+        size = chunks[0].size()
+        mine = chunks[ranks.rank] if ranks.rank < len(chunks) else None
+        padded, count = part.new_zeros(size), 0
+        if mine is not None and mine.numel() > 0:
+            count = mine.size(0)
+            padded.narrow(0, 0, count).copy_(mine)
+        if not part.is_meta and padded.device.type != device.type:
+            padded = padded.to(device)
+        local = padded.narrow(0, 0, count)
+        if type(local) is not type(part) and not is_extension(name, local):
+            raise NotImplementedError(
+                f"parameter '{name}' is a {type(part).__name__}, but its rows are a "
+                f"{type(local).__name__} without fsdp_pre_all_gather. Its class has to return "
+                "itself from chunk, new_zeros and narrow."
+            )
+        return OwnRows(size, local)
+
+    def adopt(self, sharded: nn.Parameter) -> bool:
+        """Adopt the rows of a sharded parameter; return whether they are new."""
+        param: Any = sharded
+        local: torch.Tensor = param._local_tensor
+        if local is self.local:
+            return False
+        if type(local) is torch.Tensor:
+            # The user has set the methods on this object, which was a part of the flat shard.
+            local.data = local.clone()
+        elif local.size() != self.size and not local.is_meta:
+            padded, count = local.new_zeros(self.size), local.size(0)
+            if local.numel() > 0:
+                padded.narrow(0, 0, count).copy_(local)
+            local = param._local_tensor = padded.narrow(0, 0, count)
+        self.local = local
+        return True
+
+
+class GatherInput:
+    """One tensor that an extension gathers, as an entry of the layout: rows of bytes.
+
+    Args:
+        name: its name in messages.
+        like: this rank's tensor.
+        ranks: how many ranks gather it.
+    """
+
+    shard_dim = 0
+    keeps_dtype = True
+    dtype = torch.uint8
+    is_trained = False
+    grad_dtype: torch.dtype | None = None
+    is_gathered = True
+
+    def __init__(self, name: str, like: torch.Tensor, ranks: int) -> None:
+        rows = like.shape[0] if like.ndim > 0 else 1
+        row = like.shape[1:]
+        self.name = name
+        self.size = like.shape
+        self.input_dtype = like.dtype
+        self.output_shape = torch.Size([ranks * rows, *row])
+        self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
+        # The place for its bytes in the flat shard, and the gathered tensor in the slot.
+        self.part = torch.empty(0)
+        self.output = torch.empty(0)
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has the size and dtype of the first one."""
+        return tensor.shape == self.size and tensor.dtype == self.input_dtype
 
 
 @dataclass

@@ -20,8 +20,6 @@ from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding.params.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
 from fsdp_ext.sharding.params.extensions import (
     Extension,
-    GatherInput,
-    OwnRows,
     check_can_extend,
     place_extensions,
 )
@@ -49,6 +47,8 @@ from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.sharded_param import (
     Entry,
+    GatherInput,
+    OwnRows,
     ShardedParam,
     bound_objects,
     gradient_places,
