@@ -103,7 +103,8 @@ class GatherInput:
         self.name = name
         self.size = like.shape
         self.input_dtype = like.dtype
-        self.output_shape = torch.Size([ranks * rows, *row])
+        self.shape_in_slot = torch.Size([ranks * rows, *row])
+        self.kind_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
         self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
         # The place for its bytes in the flat shard, and the gathered tensor in the slot.
         self.part = torch.empty(0)
@@ -179,6 +180,18 @@ class ShardedParam:
         """Whether it takes part in reductions."""
         return self.requires_grad or self.awaits_reduction
 
+    @property
+    def shape_in_slot(self) -> torch.Size:
+        """The shape of its view of a slot, which is empty if an extension gathers it."""
+        return self.shape if self.is_gathered else torch.Size([0])
+
+    @property
+    def kind_of_part(self) -> tuple[torch.Size, torch.dtype]:
+        """The shape and dtype of its part of the flat shard, which is empty for an extension."""
+        if self.is_gathered:
+            return self.local.shape, self.dtype
+        return torch.Size([0]), torch.uint8
+
     def registered(self) -> Any:
         """Return the present value of the first attribute."""
         module, name = self.attributes[0]
@@ -235,26 +248,12 @@ def gradient_places(
     ]
 
 
-def shape_of_view(entry: Entry) -> list[int]:
-    """Return the shape of the entry in a slot."""
-    if isinstance(entry, GatherInput):
-        return list(entry.output_shape)
-    return list(entry.shape) if entry.is_gathered else [0]
-
-
-def kind_of_part(entry: Entry) -> tuple[torch.Size, torch.dtype]:
-    """Return the shape and dtype of the entry in the flat shard."""
-    if isinstance(entry, GatherInput):
-        return torch.Size([entry.size.numel() * entry.input_dtype.itemsize]), torch.uint8
-    return (entry.local.shape, entry.dtype) if entry.is_gathered else (torch.Size([0]), torch.uint8)
-
-
 def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
     """Return whether ``part`` is the entry's shard, and begins at byte ``offset`` of ``flat``."""
     if _address(part) != _address(flat) + offset:
         return False
     if isinstance(entry, GatherInput):
-        return (part.shape, part.dtype) == kind_of_part(entry)
+        return (part.shape, part.dtype) == entry.kind_of_part
     local = entry.local
     if not entry.is_gathered:
         return local.device.type == flat.device.type

@@ -52,9 +52,7 @@ from fsdp_ext.sharding.params.sharded_param import (
     ShardedParam,
     bound_objects,
     gradient_places,
-    kind_of_part,
     lies_in,
-    shape_of_view,
 )
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
 from fsdp_ext.sharding.root import optimizer_hooks
@@ -443,7 +441,7 @@ class Unit(ParamGroup):
         layout: _C.UnitLayout,
     ) -> list[torch.Tensor]:
         """Return each entry's part of a flat shard, without values on meta."""
-        kinds = [kind_of_part(entry) for entry in entries]
+        kinds = [entry.kind_of_part for entry in entries]
         if flat.is_meta:
             return [torch.empty(shape, dtype=dtype, device=flat.device) for shape, dtype in kinds]
         return [
@@ -556,10 +554,9 @@ class Unit(ParamGroup):
             impl.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
-        shape = shape_of_view(entry)
         if isinstance(entry, GatherInput):
-            return _C.UnitParameter(shape, entry.input_dtype, is_input=True)
-        return _C.UnitParameter(shape, self.compute_dtype(entry), is_input=False)
+            return _C.UnitParameter(entry.shape_in_slot, entry.input_dtype, is_input=True)
+        return _C.UnitParameter(entry.shape_in_slot, self.compute_dtype(entry), is_input=False)
 
     def _find_extensions(self) -> list[Extension]:
         """Return the extensions, with places for their inputs in the flat shard."""
