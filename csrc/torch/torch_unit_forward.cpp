@@ -69,11 +69,11 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   if (moves_inputs_) {
     inputs = to_device(inputs, device());
   }
-  if (entering) {
-    first_node_ = next_node_number();
-  }
   if (!is_summoned(*root)) {
     inputs = cast(inputs, casts_.inputs);
+    if (entering) {  // the nodes of casts belong to the inputs
+      first_node_ = next_node_number();
+    }
     if (at::GradMode::is_enabled()) {
       watch_inputs(index, inputs, call, entering);
     }

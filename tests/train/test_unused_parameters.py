@@ -442,6 +442,50 @@ def test_a_unit_that_returns_its_input_on_some_ranks_takes_part_after_that_chang
     run_ranks(train, 2, transport, ChangesInput, skip_part, skip_part, {"bucket_bytes": 0})
 
 
+class TwiceThenSkipped(nn.Module):
+    """A unit that runs twice, and then one that returns its input on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.second = MayReturnItsInput()
+
+    def forward(self, x: Tensor, skips: bool, copies: bool) -> Tensor:
+        return self.second(self.first(self.first(x)), skips, copies)
+
+
+class MayReturnItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool, copies: bool) -> Tensor:
+        if skips:
+            return x.clone() if copies else x
+        return self.layer(x)
+
+
+def return_cast_inputs() -> None:
+    gradients = []
+    for copies in (False, True):
+        torch.manual_seed(0)
+        model = TwiceThenSkipped().double()
+        policy = fsdp_ext.MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
+        )
+        for unit in (model.first, model.second, model):
+            fsdp_ext.fully_shard(unit, mp_policy=policy, bucket_bytes=0, prefetch=0)
+        x = torch.ones(2, DIM, dtype=torch.float64)
+        model(x, dist.get_rank() == 1, copies).sum().backward()
+        gradients.append([param.grad.full_tensor() for param in model.parameters()])
+    for returned, copied in zip(*gradients, strict=True):
+        torch.testing.assert_close(returned, copied, rtol=0, atol=0)
+
+
+def test_a_unit_that_returns_its_cast_input_on_one_rank_takes_part() -> None:
+    run_ranks(return_cast_inputs, 2)
+
+
 @pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_gradients_of_a_recomputed_region_inside_a_unit_are_reduced_once(transport: str) -> None:
     run_ranks(train, 2, transport, RunsRegions, skip_part, skip_part, {"bucket_bytes": 0})
