@@ -182,7 +182,7 @@ class ProcessGroupCommunicator final : public Communicator {
           published_ != nullptr ? published_->activity.labels() : std::vector<std::string>();
       const int rank = lanes_.members.global_rank;
       return detail::concat(
-          "rank ", rank, ": ranks issued different collectives: ", reason, ".",
+          "rank ", rank, ": ranks issued different collectives: ", reason,
           lanes_.failures->exchange_histories(labels, rank, different->global_rank));
     }
     if (dynamic_cast<const HostFailure*>(&error) != nullptr) {

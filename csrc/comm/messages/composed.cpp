@@ -9,6 +9,7 @@
 #include "base/copy.h"
 #include "base/mix.h"
 #include "base/text.h"
+#include "comm/communicator.h"
 #include "comm/shared_memory/rank_order_sum.h"
 
 namespace fsdp {
@@ -437,11 +438,8 @@ void ComposedCollectives::check_first(int from) {
   }
   const int other = global_ranks_[static_cast<std::size_t>(from)];
   throw DifferentCollectives(
-      other,
-      detail::concat("this rank is in ", mine_->describe(), ", and rank ", other, " is in ",
-                     theirs.describe(),
-                     ". Run the same units of the same sizes in the same order on every "
-                     "rank. A rank that leaves a unit out on purpose calls its join_empty()"));
+      other, detail::concat("this rank is in ", mine_->describe(), ", and rank ", other, " is in ",
+                            theirs.describe(), ". ", kRunTheSameUnits));
 }
 
 void ComposedCollectives::finish() {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/communicator.h"
 #include "comm/liveness/lane_watch.h"
 
 namespace fsdp {
@@ -75,9 +76,7 @@ void RankBarrier::throw_mismatch(const Peer& peer, const Operation& mine,
   std::string text = detail::concat(
       message_prefix(), "ranks issued different collectives: this rank issued ", *what_, ", ",
       mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox().activity.label(),
-      ", ", theirs.describe(),
-      ". Run the same units in the same order on every rank. A rank that leaves a unit out on "
-      "purpose calls its join_empty().");
+      ", ", theirs.describe(), ". ", kRunTheSameUnits);
   for (const Peer* rank : {&peers_[static_cast<std::size_t>(rank_)], &peer}) {
     text += detail::concat("\nThe last collectives of rank ", rank->global_rank, ":");
     for (const std::string& label : rank->mailbox().activity.labels()) {
