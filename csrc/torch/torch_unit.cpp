@@ -262,6 +262,8 @@ void TorchUnit::register_parameters(bool unsharded) {
   const py::gil_scoped_acquire gil;
   if (unsharded) {
     take_gradient_settings();
+  } else {
+    carry_gradient_settings();
   }
   const auto objects = [this](bool are_unsharded, std::size_t parameter) {
     const UnitParameter& of = parameters_[parameter];

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,8 +108,24 @@ def _unfrozen() -> None:
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_what_is_unfrozen_while_it_is_unsharded_trains() -> None:
-    run_ranks(_unfrozen, 2)
+def _frozen_before_resharding() -> None:
+    for ran, reshards in itertools.product((False, True), (False, True)):
+        model = make_model()
+        if ran:
+            model(torch.ones(4, 6)).sum().backward()
+            model.zero_grad()
+        model[0].unshard()
+        model[0].bias.requires_grad_(False)
+        if reshards:
+            model.state_dict()
+        model(torch.ones(4, 6)).square().mean().backward()
+        found = [parameter.grad is not None for parameter in model.parameters()]
+        assert found == [True, False, True, True]
+
+
+@pytest.mark.parametrize("work", [_unfrozen, _frozen_before_resharding])
+def test_requires_grad_of_unsharded_parameters_counts(work: Callable[[], None]) -> None:
+    run_ranks(work, 2)
 
 
 def _frozen_between() -> None:

@@ -200,15 +200,12 @@ class Life:
         on, clears = not self.plain.params[name].requires_grad, rng.random() < 0.5
         self.log[-1] += f" {name} {on=} {clears=} {is_unsharded=}"
         if is_unsharded:
-            self.evaluates(rng)
             self.sharded.model.unshard()
         for side in self.sides:
             param = side.model.get_parameter(name) if is_unsharded else side.params[name]
             param.requires_grad_(on)
             if clears or self.is_attached:
                 side.params[name].grad = None
-        if is_unsharded:
-            self.evaluates(rng)  # takes it over, while reshard() would forget it
 
     def writes(self, rng: random.Random) -> None:
         name = rng.choice(list(self.plain.params))
