@@ -60,11 +60,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         def end(files: list[dict[str, Any]]) -> str:
             count = sum(of_rank["elements"] for of_rank in files)
             if same_names and count != snapshot.elements:
-                raise ValueError(
-                    f"checkpoint.save found {count} of the {snapshot.elements} elements of the "
-                    "model and its optimizer on these ranks. Pass a process_group= of all ranks of "
-                    "the model's meshes."
-                )
+                raise ValueError(_wrong_count(count, snapshot.elements))
             write_index(folder, [of_rank["files"] for of_rank in files], snapshot.mesh)
             path = directories.commit(folder)
             if keep is not None:
@@ -84,6 +80,20 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
 
 def _are_equal(values: Sequence[str]) -> bool:
     return len(set(values)) == 1
+
+
+def _wrong_count(found: int, expected: int) -> str:
+    """Return the error for files of all ranks with another number of elements than expected."""
+    if found < expected:
+        return (
+            f"checkpoint.save found {found} of the {expected} elements of the model and its "
+            "optimizer on these ranks. Pass a process_group= of all ranks of the model's meshes."
+        )
+    return (
+        f"checkpoint.save found {found} elements on these ranks, where the names of the model and "
+        f"its optimizer stand for {expected}. Ranks have different tensors of one name, such as "
+        "experts of their own. Name each differently."
+    )
 
 
 def _check_states(states: Sequence[dict[str, str]]) -> None:

@@ -168,6 +168,21 @@ def test_ranks_that_lack_a_part_of_the_model_are_told(tmp_path: Path) -> None:
     run_ranks(_without_the_other_half, 4, tmp_path)
 
 
+def _of_own_experts(place: Path) -> None:
+    """Save a layer that has other values on each pair of ranks, under the same name."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "pairs"))
+    model = Net()
+    fsdp_ext.fully_shard(model.up, mesh=mesh["pairs"])
+    fsdp_ext.fully_shard(model.down)
+    with pytest.raises((ValueError, checkpoint.OtherRanksError), match="tensors of one name"):
+        checkpoint.save(place, model)
+    assert checkpoint.latest(place) is None
+
+
+def test_ranks_with_different_tensors_of_one_name_are_told(tmp_path: Path) -> None:
+    run_ranks(_of_own_experts, 4, tmp_path)
+
+
 # - Boxes
 
 
