@@ -20,9 +20,10 @@ namespace fsdp {
 
 // Ends errors about ranks whose collectives differ.
 inline constexpr const char* kRunTheSameUnits =
-    "Run the same units in the same order on every rank. A rank that leaves a unit out on purpose "
-    "calls its join_empty(). If some ranks' backward does not reach a unit, call its "
-    "set_reduce_scatter_unused_params(True).";
+    "Run the same units, with the same sizes and settings, in the same order on every rank. A rank "
+    "that leaves a unit out on purpose calls its join_empty(). If backward does not reach a unit "
+    "on "
+    "some ranks, call its set_reduce_scatter_unused_params(True) on every rank.";
 
 // How collectives use a buffer of this rank. Peers read an Input; collectives write an Output. A
 // Shard is an input that holds parameters, and a Gradient an output that holds sharded gradients.

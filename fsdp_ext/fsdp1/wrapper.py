@@ -246,7 +246,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         originals: dict[tuple[nn.Module, str], nn.Parameter],
         check_every: int | None,
     ) -> None:
-        """Make the unit of ``module``, whose parameters take over from ``originals``."""
+        """Make the unit of ``module``. Its parameters get what users gave to ``originals``."""
         precision = self.mixed_precision
         make_units(
             [module],
@@ -273,7 +273,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if not self._use_orig_params:
             flatten_unit(unit)
         mark_flattened(unit)
-        _hand_over(originals)
+        _carry_over_to_shards(originals)
         if self._use_orig_params and not are_children_wrapped():
             let_optimizers_go_on()
         owners: set[Any] = {owner for owner, _ in unit.attributes()}
@@ -420,8 +420,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             reshard_and_forget(wrapper._fsdp_ext_unit)  # the sharded parameters have the gradients
         return clip(list(self.parameters()), limits)
 
-    # FSDP1 has no such method. Errors about ranks that run different units advise it.
+    # FSDP1 has no such methods. Errors about ranks that run different units advise them.
     join_empty: Any = FSDPModule.join_empty
+    set_reduce_scatter_unused_params: Any = FSDPModule.set_reduce_scatter_unused_params
 
     def _expect_root(self, method: str) -> None:
         if not self._is_root:
@@ -461,8 +462,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._fsdp_ext_unit.change(communication_hook=CommunicationHook(hook, state))
 
 
-def _hand_over(originals: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Let sharded parameters have the attributes and the optimizers of the original ones."""
+def _carry_over_to_shards(originals: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Pass attributes and optimizers of the original parameters on to the sharded ones."""
     for (module, name), param in originals.items():
         sharded = module._parameters[name]
         if sharded is not None and sharded is not param and is_sharded(sharded):

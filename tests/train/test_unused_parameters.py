@@ -486,6 +486,39 @@ def test_a_unit_that_returns_its_cast_input_on_one_rank_takes_part() -> None:
     run_ranks(return_cast_inputs, 2)
 
 
+class NotReached(nn.Module):
+    """Backward does not reach the first unit where that returns its input, which has no history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MayReturnItsInput()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return self.last(self.first(x, skips, copies=False))
+
+
+def reduce_where_asked(wrapped: bool, asked: bool) -> None:
+    model: nn.Module = NotReached()
+    if wrapped:
+        model.first = fsdp_ext.FullyShardedDataParallel(model.first)
+        model = fsdp_ext.FullyShardedDataParallel(model)
+    else:
+        for unit in (model.first, model):
+            fsdp_ext.fully_shard(unit)
+    if asked:
+        model.first.set_reduce_scatter_unused_params(True)
+    model(torch.ones(2, DIM), dist.get_rank() == 1).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["fully_shard", "wrapper"])
+def test_a_unit_that_backward_reaches_on_one_rank_is_reduced_if_asked(wrapped: bool) -> None:
+    run_ranks(reduce_where_asked, 2, wrapped, True)
+    with pytest.raises(RanksFailed, match=r"set_reduce_scatter_unused_params\(True\)"):
+        run_ranks(reduce_where_asked, 2, wrapped, False)
+
+
 @pytest.mark.parametrize("transport", FIRST_OF_TRANSPORTS)
 def test_gradients_of_a_recomputed_region_inside_a_unit_are_reduced_once(transport: str) -> None:
     run_ranks(train, 2, transport, RunsRegions, skip_part, skip_part, {"bucket_bytes": 0})

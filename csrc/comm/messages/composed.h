@@ -43,6 +43,7 @@
 namespace fsdp {
 
 // Another rank is in another collective. Both ranks throw this.
+// Its message ends with a full stop.
 class DifferentCollectives : public Error {
  public:
   DifferentCollectives(int a_rank, const std::string& message)
