@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext import _C
 from fsdp_ext.optim.collectives import explaining_errors
 from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.sharding.params.flat_parameter import is_flat
@@ -155,6 +156,8 @@ class _Gradients:
     """
 
     def __init__(self, params: list[Any]) -> None:
+        self._given = params
+        params = _sharded(params)
         owners = owners_of(units_alive())
         ranks = {param: _Ranks.of(param, owners) for param in params}
         self._runs = FlatRuns(params, ranks.get)
@@ -173,7 +176,7 @@ class _Gradients:
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the runs are still those of ``params``."""
-        return self._runs.are_of(params)
+        return _C.same_objects(params, self._given) and self._runs.are_of(self._runs.params)
 
     def by_ranks(self) -> dict[_Ranks, list[torch.Tensor]]:
         """Return this rank's gradients. All ranks have the same keys in the same order."""
@@ -199,7 +202,7 @@ def _gradients_of(params: list[Any]) -> _Gradients:
     first = id(params[0]) if params else 0
     known = _known.get(first)
     if known is None or not known.are_of(params):
-        known = _Gradients(_sharded(params))
+        known = _Gradients(params)
         if known.watches:
             _known[first] = known
     return known
