@@ -21,10 +21,18 @@ class Adam(FlatStep, torch.optim.Adam):
 class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
 
-    A parameter may get its first gradient after others. If ``fused`` is true, that needs
-    ``dampening=0``, or else ``step`` raises RuntimeError. Groups with bfloat16 or float16 on the
-    host step with ``foreach=True`` in place of ``fused=True``.
+    A parameter may get its first gradient after others. With ``fused=True`` this requires
+    ``dampening=0``, or else ``step`` raises RuntimeError. On the CPU, groups with bfloat16 or
+    float16 parameters step as with ``foreach=True``, because PyTorch's fused SGD does not update
+    them, and refuse a ``GradScaler``.
     """
+
+    def _step(self, part: Any) -> None:
+        try:
+            super()._step(part)
+        finally:
+            for group, foreach in vars(self).pop("_not_fused", ()):
+                group.update(foreach=foreach, fused=True)
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
@@ -32,8 +40,9 @@ class SGD(FlatStep, torch.optim.SGD):
             if getattr(self, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "fsdp_ext.optim.SGD got a GradScaler for bfloat16 or float16 parameters on "
-                    "the host, where PyTorch's fused code updates none. Pass foreach=True."
+                    "the CPU, where PyTorch's fused code does not update them. Pass foreach=True."
                 )
+            vars(self).setdefault("_not_fused", []).append((group, group["foreach"]))
             group.update(foreach=True, fused=False)
         # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
         if group["fused"] and 0 < sum(each is None for each in momentums) < len(momentums):
@@ -52,7 +61,7 @@ class SGD(FlatStep, torch.optim.SGD):
 
 
 def _loses_fused_updates(param: torch.Tensor) -> bool:
-    # There, PyTorch's fused code changes the momentum, but not the parameter:
+    # On the CPU, PyTorch's fused SGD updates the momentum but not the parameter:
     # https://github.com/pytorch/pytorch/issues/191763
     return param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
 

@@ -586,7 +586,12 @@ def test_sgd_updates_low_precision_on_the_host_as_torchs_without_fused_code(
             param.grad = torch.randn(67).to(dtype)
             optimizer.step()
         pairs.append((param, optimizer.state[param]["momentum_buffer"]))
+        assert optimizer.param_groups[0]["fused"] is (True if make is SGD else None)
     torch.testing.assert_close(*pairs, rtol=0, atol=0)
+    fused = SGD([param], lr=0.1)
+    fused.grad_scale, fused.found_inf = torch.ones(()), torch.zeros(())  # as by a GradScaler
+    with pytest.raises(RuntimeError, match=r"got a GradScaler .* Pass foreach=True"):
+        fused.step()
 
 
 # - Clipping
