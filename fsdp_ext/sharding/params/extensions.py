@@ -43,10 +43,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.sharding.params.dtensors import contiguous_stride
+from fsdp_ext.sharding.params.entries import Entry, GatherInput, ShardedParam
 from fsdp_ext.sharding.params.ownership import mark_unsharded
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
-from fsdp_ext.sharding.params.sharded_param import Entry, GatherInput, ShardedParam
 
 
 def check_can_extend(name: str, part: torch.Tensor, dim: int, settings: UnitSettings) -> None:
@@ -212,7 +212,7 @@ class UnitExtensions:
     """All extensions of a unit. The C++ unit calls these methods.
 
     Args:
-        extensions: one for each such parameter, by the parameter's index in the layout.
+        extensions: they are keyed by their parameter's index in the layout.
     """
 
     extensions: dict[int, Extension]

@@ -29,8 +29,7 @@ class _NotedParams(WeakTensorKeyDictionary):
 def watch_optimizers_in_backward() -> None:
     """Let the next forward of every root look for optimizers that parameters have received.
 
-    Calls before the import of PyTorch's module do nothing, and neither do calls after the first
-    one that finds it.
+    It has no effect before PyTorch's module is imported, and takes effect once.
     """
     params = _params()
     if params is not None and type(params) is not _NotedParams:

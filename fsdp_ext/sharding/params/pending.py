@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_ext import _C
-from fsdp_ext.sharding.params.sharded_param import Entry, ShardedParam
+from fsdp_ext.sharding.params.entries import Entry, ShardedParam
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Ranks:
     Args:
         mesh: 1-D, or 2-D for hybrid sharding. Then the ranks of the last dimension share the rows
             of parameters, and those of the first are replicas, which have the same rows.
-        spmd: the mesh with other kinds of parallelism, too, if the user passed ``dp_mesh_dims``.
+        spmd: the mesh of all kinds of parallelism; None without ``dp_mesh_dims``.
     """
 
     mesh: DeviceMesh

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
+from fsdp_ext.sharding.params.entries import Entry, ShardedParam
 from fsdp_ext.sharding.params.flat_parameter import is_flat
-from fsdp_ext.sharding.params.sharded_param import Entry, ShardedParam
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.params.settings import AUTO, Choice
-from fsdp_ext.sharding.params.sharded_param import ShardedParam
 from fsdp_ext.sharding.root.unit import Unit
 
 # The properties that two models of one shape share.

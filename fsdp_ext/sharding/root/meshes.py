@@ -14,7 +14,7 @@ from fsdp_ext.sharding.root.unit import Unit
 
 
 def refuse_several_meshes(units: Sequence[Unit], caller: str) -> None:
-    """Raise NotImplementedError, in the name of ``caller``, if units have several meshes."""
+    """Raise NotImplementedError, which names ``caller``, if units have several meshes."""
     count = len({unit.ranks.mesh for unit in units})
     if count > 1:
         raise NotImplementedError(

@@ -18,11 +18,11 @@ from fsdp_ext.comm.costs import link_of_buckets, log_default
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding.params import module_changes, unreduced
+from fsdp_ext.sharding.params.entries import Entry
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.pending import PendingGradients
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
-from fsdp_ext.sharding.params.sharded_param import Entry
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.auto import chosen_for
@@ -254,7 +254,7 @@ class Root(UnitTree):
     # - Checked steps
 
     def _ranks(self) -> list[int]:
-        """Return the mesh's global ranks, group by group, or without peers its own."""
+        """Return the mesh's global ranks, group by group; without peers, this rank alone."""
         unit = self.units[0]
         ranks: list[int] = unit.ranks.mesh.mesh.flatten().tolist()
         return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]

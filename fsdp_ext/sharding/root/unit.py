@@ -18,6 +18,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding.params.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
+from fsdp_ext.sharding.params.entries import (
+    Entry,
+    GatherInput,
+    OwnRows,
+    ShardedParam,
+    bound_objects,
+    gradient_places,
+    lies_in,
+)
 from fsdp_ext.sharding.params.extensions import (
     Extension,
     check_can_extend,
@@ -45,15 +54,6 @@ from fsdp_ext.sharding.params.ownership import (
 from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
-from fsdp_ext.sharding.params.sharded_param import (
-    Entry,
-    GatherInput,
-    OwnRows,
-    ShardedParam,
-    bound_objects,
-    gradient_places,
-    lies_in,
-)
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
 from fsdp_ext.sharding.root import optimizer_hooks
 
@@ -121,7 +121,7 @@ class Unit(ParamGroup):
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
-        # The replacement of each parameter of the modules, until take_parameters puts it there.
+        # Sharded replacements by original parameter, until take_parameters puts them in.
         self._replacements = {
             param: self._shard(param, name, shard_dims.get(param, 0))
             for param, name in params.items()
@@ -214,7 +214,7 @@ class Unit(ParamGroup):
         )
 
     def _rows_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a copy of this rank's rows of a parameter, on the device of shards or on meta."""
+        """Copy this rank's rows to the device of shards. Rows on meta stay there."""
         first, count = self._range(part.shape, dim)
         # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
         rows = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
@@ -441,7 +441,7 @@ class Unit(ParamGroup):
         layout: _C.UnitLayout,
     ) -> list[torch.Tensor]:
         """Return each entry's part of a flat shard, without values on meta."""
-        kinds = [entry.kind_of_part for entry in entries]
+        kinds = [entry.shape_and_dtype_of_part for entry in entries]
         if flat.is_meta:
             return [torch.empty(shape, dtype=dtype, device=flat.device) for shape, dtype in kinds]
         return [

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from fsdp_ext.sharding.params.sharded_param import ShardedParam
+from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.root.module_state import state_of, unit_of, units_of
 from fsdp_ext.sharding.root.unit import Unit

@@ -104,7 +104,7 @@ class GatherInput:
         self.size = like.shape
         self.input_dtype = like.dtype
         self.shape_in_slot = torch.Size([ranks * rows, *row])
-        self.kind_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
+        self.shape_and_dtype_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
         self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
         # The place for its bytes in the flat shard, and the gathered tensor in the slot.
         self.part = torch.empty(0)
@@ -186,7 +186,7 @@ class ShardedParam:
         return self.shape if self.is_gathered else torch.Size([0])
 
     @property
-    def kind_of_part(self) -> tuple[torch.Size, torch.dtype]:
+    def shape_and_dtype_of_part(self) -> tuple[torch.Size, torch.dtype]:
         """The shape and dtype of its part of the flat shard, which is empty for an extension."""
         if self.is_gathered:
             return self.local.shape, self.dtype
@@ -253,7 +253,7 @@ def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -
     if _address(part) != _address(flat) + offset:
         return False
     if isinstance(entry, GatherInput):
-        return (part.shape, part.dtype) == entry.kind_of_part
+        return (part.shape, part.dtype) == entry.shape_and_dtype_of_part
     local = entry.local
     if not entry.is_gathered:
         return local.device.type == flat.device.type
