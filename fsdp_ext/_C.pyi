@@ -132,7 +132,7 @@ class ModuleAttribute:
         calls_setattr: bool,
     ) -> None: ...
 
-# All of these compare lists of equal length by identity, and return False if the lengths differ.
+# csrc/torch/noted_objects.h: these compare objects by identity.
 def same_objects(left: list[Any], right: list[Any]) -> bool: ...
 
 # Whether the dict has these items and no others, in this order.

@@ -23,9 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
-from fsdp_ext.optim.state_entries import local_of
 from fsdp_ext.sharding.params.dtensors import Spread
-from fsdp_ext.sharding.params.sharded_param import ShardedParam, lies_in
+from fsdp_ext.sharding.params.entries import ShardedParam, lies_in
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 
@@ -121,8 +120,8 @@ class FlatRuns:
         self._units = list(map(weakref.ref, own))
         self._flat = list(map(_flat_shard_of, self._units))
         self._versions = list(map(_version_of, self._units))
-        self._placed = [each.entry.sharded for each in placed]
-        self._locals = [local_of(param) for param in self._placed]
+        self._placed: list[Any] = [each.entry.sharded for each in placed]
+        self._locals: list[torch.Tensor] = [param._local_tensor for param in self._placed]
         # share_memory_() and .data give a tensor other memory.
         self._addresses = _C.Addresses(self._locals)
 

@@ -7,7 +7,6 @@ namespace fsdp {
 
 void register_layout(pybind11::module_& m);
 void register_unit(pybind11::module_& m);
-void register_identity(pybind11::module_& m);
 void register_lanes(pybind11::module_& m);
 void register_root(pybind11::module_& m);
 // Adds functions that only tests and benchmarks use, also to classes that other files register.

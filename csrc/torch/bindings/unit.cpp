@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "torch/bindings/registrations.h"
+#include "torch/noted_objects.h"
 #include "torch/torch_unit.h"
 
 namespace py = pybind11;
@@ -66,6 +67,14 @@ void register_unit(py::module_& m) {
       .def("begin_skip", &TorchUnit::begin_skip)
       .def("end_skip", &TorchUnit::end_skip)
       .def_property_readonly("layout", &TorchUnit::layout);
+  m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
+  m.def("has_items", &has_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
+  m.def("have_entries", &have_entries, py::arg("dicts"), py::arg("names"), py::arg("values"));
+  m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
+  m.def("total_length", &total_length, py::arg("dicts"));
+  py::class_<Addresses>(m, "Addresses")
+      .def(py::init<const py::list&>(), py::arg("tensors"))
+      .def("are_of", &Addresses::are_of, py::arg("tensors"));
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
   m.def("note_exit", &note_exit);

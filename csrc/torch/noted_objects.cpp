@@ -1,15 +1,17 @@
-// Whether lists and dicts still have the objects that were noted: what an optimizer's step checks
-// of each parameter. Only addresses are compared, so objects that no cache has are not touched.
+#include "torch/noted_objects.h"
+
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <vector>
-
-#include "torch/bindings/registrations.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
 namespace {
+
+const void* address_of(const py::list& tensors, std::size_t i) {
+  return THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i)).const_data_ptr();
+}
+
+}  // namespace
 
 bool same_objects(const py::list& left, const py::list& right) {
   if (left.size() != right.size()) {
@@ -47,7 +49,7 @@ std::size_t total_length(const py::list& dicts) {
 }
 
 bool have_entries(const py::list& dicts, const py::list& names, const py::list& values) {
-  if (dicts.size() != values.size()) {
+  if (dicts.size() != values.size() || names.size() != values.size()) {
     return false;
   }
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -74,46 +76,22 @@ bool have_attribute(const py::list& objects, const py::str& name, const py::list
   return true;
 }
 
-// Where the memory of tensors begins. It keeps no tensor alive.
-class Addresses {
- public:
-  explicit Addresses(const py::list& tensors) : noted_(tensors.size()) {
-    for (std::size_t i = 0; i < noted_.size(); ++i) {
-      noted_[i] = address_of(tensors, i);
-    }
+Addresses::Addresses(const py::list& tensors) : noted_(tensors.size()) {
+  for (std::size_t i = 0; i < noted_.size(); ++i) {
+    noted_[i] = address_of(tensors, i);
   }
+}
 
-  bool are_of(const py::list& tensors) const {
-    if (tensors.size() != noted_.size()) {
+bool Addresses::are_of(const py::list& tensors) const {
+  if (tensors.size() != noted_.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < noted_.size(); ++i) {
+    if (noted_[i] != address_of(tensors, i)) {
       return false;
     }
-    for (std::size_t i = 0; i < noted_.size(); ++i) {
-      if (noted_[i] != address_of(tensors, i)) {
-        return false;
-      }
-    }
-    return true;
   }
-
- private:
-  static const void* address_of(const py::list& tensors, std::size_t i) {
-    return THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i)).const_data_ptr();
-  }
-
-  std::vector<const void*> noted_;
-};
-
-}  // namespace
-
-void register_identity(py::module_& m) {
-  m.def("same_objects", &same_objects);
-  m.def("has_items", &has_items);
-  m.def("total_length", &total_length);
-  m.def("have_entries", &have_entries);
-  m.def("have_attribute", &have_attribute);
-  py::class_<Addresses>(m, "Addresses")
-      .def(py::init<const py::list&>(), py::arg("tensors"))
-      .def("are_of", &Addresses::are_of, py::arg("tensors"));
+  return true;
 }
 
 }  // namespace fsdp
