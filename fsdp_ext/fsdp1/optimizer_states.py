@@ -149,12 +149,12 @@ def from_rank_0(state: State, unit: Unit) -> State:
     tensors: list[torch.Tensor] = []
 
     def to_blank(value: Any) -> Any:
-        return _Blank(value.shape, value.dtype) if _is_sent(value) else value
+        return _Blank(value.shape, value.dtype) if _is_sent_apart(value) else value
 
     def to_tensor(value: Any) -> Any:
         if isinstance(value, _Blank):
             value = torch.empty(value.shape, dtype=value.dtype, device=unit.device)
-        elif _is_sent(value):
+        elif _is_sent_apart(value):
             value = value.to(unit.device)
         else:
             return value
@@ -170,5 +170,5 @@ def from_rank_0(state: State, unit: Unit) -> State:
     return received
 
 
-def _is_sent(value: Any) -> bool:
+def _is_sent_apart(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ class StateDictMethods:
             model,
             _groups_of(optim),
             optim_state_dict,
-            is_sent=form.rank0_only,
+            only_rank_0_has_it=form.rank0_only,
             named=is_named_optimizer,
         )
         if load_directly:
@@ -258,14 +259,16 @@ class StateDictMethods:
     ) -> State:
         """Return a whole state that all ranks have, for ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
-        return cls._to_load(model, groups, full_optim_state_dict, is_sent=False)
+        return cls._to_load(model, groups, full_optim_state_dict, only_rank_0_has_it=False)
 
     @classmethod
     def flatten_sharded_optim_state_dict(
         cls, sharded_optim_state_dict: State, model: nn.Module, optim: Optimizer
     ) -> State:
         """Return a sharded state in the form that ``optim.load_state_dict`` takes."""
-        return cls._to_load(model, _groups_of(optim), sharded_optim_state_dict, is_sent=False)
+        return cls._to_load(
+            model, _groups_of(optim), sharded_optim_state_dict, only_rank_0_has_it=False
+        )
 
     @classmethod
     def scatter_full_optim_state_dict(
@@ -278,7 +281,7 @@ class StateDictMethods:
     ) -> State:
         """Return rank 0's whole state, for each rank's ``optim.load_state_dict``."""
         groups = cls._groups_in(model, optim)
-        return cls._to_load(model, groups, full_optim_state_dict or {}, is_sent=True)
+        return cls._to_load(model, groups, full_optim_state_dict or {}, only_rank_0_has_it=True)
 
     @classmethod
     def rekey_optim_state_dict(
@@ -321,7 +324,7 @@ class StateDictMethods:
         state: State | None = None,
     ) -> State:
         """Return ``state``, or that of ``optim``, by names and in the given form."""
-        params = [param for group in _groups_of(optim) for param in group]
+        params = list(chain.from_iterable(_groups_of(optim)))
         state = optim.state_dict() if state is None else state
         check_state(state)
         names = cls._names_of(params, model)
@@ -342,7 +345,7 @@ class StateDictMethods:
         groups: list[list[nn.Parameter]],
         state: State,
         *,
-        is_sent: bool,
+        only_rank_0_has_it: bool,
         named: bool = False,
     ) -> State:
         """Return ``state``, which is keyed by names, for an optimizer with these parameters.
@@ -351,15 +354,15 @@ class StateDictMethods:
             model: the wrapped model.
             groups: the optimizer's parameters.
             state: the state.
-            is_sent: whether rank 0 has it and sends it to the others.
+            only_rank_0_has_it: whether rank 0 has the state and sends it to the others.
             named: whether the optimizer has names as keys.
         """
-        if not is_sent or cls._unit_of(model).ranks.rank_in_mesh == 0:
+        if not only_rank_0_has_it or cls._unit_of(model).ranks.rank_in_mesh == 0:
             check_state(state)
-        params = [param for group in groups for param in group]
+        params = list(chain.from_iterable(groups))
         names = cls._names_of(params, model)
         flats = cls._flat_parameters(names, params, model)
-        if is_sent:
+        if only_rank_0_has_it:
             unit = cls._unit_of(model)
             with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
                 state = from_rank_0(state, unit)

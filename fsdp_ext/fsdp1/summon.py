@@ -23,6 +23,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
+from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.params.module_attributes import set_parameter
 from fsdp_ext.sharding.params.ownership import (
@@ -31,7 +32,6 @@ from fsdp_ext.sharding.params.ownership import (
     mark_overwritten,
     mark_unsharded,
 )
-from fsdp_ext.sharding.params.sharded_param import ShardedParam
 from fsdp_ext.sharding.params.unreduced import is_unreduced
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
@@ -160,7 +160,7 @@ def _refuse_backward(param: torch.Tensor) -> NoReturn:
     )
 
 
-def _check(unit: Unit, how: Summoning, caller: str) -> None:
+def _check_can_summon(unit: Unit, how: Summoning, caller: str) -> None:
     """Raise MisuseError or NotImplementedError if ``unit`` cannot be summoned now."""
     if unit.is_summoned:
         raise MisuseError(
@@ -191,7 +191,7 @@ def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]
     """Give the modules of ``units`` whole parameters. All ranks enter this.
 
     Args:
-        units: the units; those inside of them stay as they are.
+        units: the units. Units inside of them are summoned only if they are listed.
         how: the arguments of ``summon_full_params``.
         caller: name of the public function, for messages.
 
@@ -202,9 +202,9 @@ def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]
         ValueError: if a parameter was given another shape inside.
     """
     for unit in units:
-        _check(unit, how, caller)
+        _check_can_summon(unit, how, caller)
     with gathered_by_all(units, caller):
-        pass  # the block may differ between ranks, and may have collectives of its own
+        pass  # the body of the with statement may differ between ranks, with its own collectives
     with contextlib.ExitStack() as summoned:
         for unit in units:
             settle(unit)

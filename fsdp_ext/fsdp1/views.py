@@ -212,7 +212,7 @@ class WrapperViews:
         return unit
 
     def _fsdp_ext_units(self, recurse: bool, caller: str = "") -> list[Unit]:
-        """Return the units that methods of ``FSDPModule`` concern, if they are called on this."""
+        """Return the units that a method borrowed from ``FSDPModule`` acts on."""
         module = sharded_module(cast(nn.Module, self))
         return units_below(module) if recurse else units_of(module)
 
