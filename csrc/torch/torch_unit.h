@@ -223,7 +223,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void point_storages(void* unsharded);
   void free_storages();
   void register_parameters(bool unsharded);
-  void take_gradient_settings();
+  void take_gradient_settings();  // from the sharded parameters: see carry_gradient_settings
   void attach_extensions();
   void place_gradient(std::size_t parameter);
   bool shows_gradient(std::size_t i) const;

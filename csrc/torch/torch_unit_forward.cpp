@@ -71,7 +71,7 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   }
   if (!is_summoned(*root)) {
     inputs = cast(inputs, casts_.inputs);
-    if (entering) {  // the nodes of casts belong to the inputs
+    if (entering) {  // nodes of casts belong to the inputs, not to this call
       first_node_ = next_node_number();
     }
     if (at::GradMode::is_enabled()) {

@@ -44,8 +44,8 @@ void TorchUnit::carry_gradient_settings() {
   }
 }
 
-// While the modules had the sharded parameters, the user may have frozen some, also if the unit has
-// stayed unsharded: Note [after an evaluation] in core/gather/unit_gather.h.
+// The user may have frozen sharded parameters while the modules showed them. After an evaluation
+// the unit may be unsharded then: Note [after an evaluation] in core/gather/unit_gather.h.
 void TorchUnit::take_gradient_settings() {
   for (const std::size_t i : parameters_.trainable()) {
     const bool requires_grad = parameters_.sharded(i).requires_grad();

@@ -83,16 +83,16 @@ def _are_equal(values: Sequence[str]) -> bool:
 
 
 def _wrong_count(found: int, expected: int) -> str:
-    """Return the error for files of all ranks with another number of elements than expected."""
+    """Return the error for a total of all ranks' elements that differs from ``expected``."""
     if found < expected:
         return (
             f"checkpoint.save found {found} of the {expected} elements of the model and its "
             "optimizer on these ranks. Pass a process_group= of all ranks of the model's meshes."
         )
     return (
-        f"checkpoint.save found {found} elements on these ranks, where the names of the model and "
-        f"its optimizer stand for {expected}. Ranks have different tensors of one name, such as "
-        "experts of their own. Name each differently."
+        f"checkpoint.save found {found} elements on these ranks, but the named tensors of the "
+        f"model and its optimizer have {expected}. Some ranks have different tensors of one name, "
+        "such as their own experts. Give them different names."
     )
 
 

@@ -52,7 +52,7 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
         TypeError: if something cannot be saved.
         ValueError: if an optimizer is not the model's.
     """
-    weights = weights_of(model)  # reshards all units, so that names below are of sharded parameters
+    weights = weights_of(model)  # first, since it reshards units: names are looked up below
     state = optimizer_state(model, optimizers)
     trained = [name for group in state["groups"] for name in group["names"]]
     contents = {"weights": content_of_weights(weights, aliases_of(model), trained)}

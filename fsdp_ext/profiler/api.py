@@ -144,7 +144,7 @@ class profile(Recording):
         if not self._has_model():
             raise RuntimeError(
                 "profile lost track of the model, whose parameters were replaced, frozen or "
-                "unfrozen. Make another profile behind the next forward."
+                "unfrozen. Run a forward, and then make another profile."
             )
 
     def _has_parameters_of(self, optimizer: Optimizer) -> bool:

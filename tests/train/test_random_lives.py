@@ -1,7 +1,7 @@
 """Random lives of a training job, sharded, compared with the unsharded model after each event.
 
-A life is a small model in random units, and random events: steps, and what scripts do between them,
-each a method of `Life` with its meaning for both models. Everything random follows from the seed,
+A life is a small model in random units, and random events: steps, and what scripts do between them.
+Each event is a method of `Life` that acts on both models. Everything random follows from the seed,
 and each event from the seed and its number. A failure prints the seed and its events. This reruns
 the life of seed 17, and `run_ranks(live, 2, 17, path, {3, 5})` leaves out its events 3 and 5:
 
@@ -35,7 +35,7 @@ WIDTH = 5
 ROWS = 2  # of each rank's batch
 ALLOWED = Tolerance(1e-9, 1e-11)
 OPTIMIZERS = {"AdamW": {"eps": 1e-3}, "SGD": {"momentum": 0.9}}
-QUICK = [0, 1, 2, 3, 25]  # found faults of clipping (0), checkpoints (1 to 3), freezing (25)
+QUICK = [0, 1, 2, 3, 25]  # found faults in clipping (0), checkpoints (1 to 3), freezing (25)
 
 
 class Block(nn.Sequential):
