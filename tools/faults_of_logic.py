@@ -648,7 +648,7 @@ FAULTS = (
     Fault(
         "a shard in other memory is not noticed",
         f"{OPTIM}/flat_runs.py",
-        "self._addresses.are_of(self._locals)",
+        "_C.addresses_of(self._locals) == self._addresses",
         "True",
         python=("flat_optimizers", "optimizers"),
     ),

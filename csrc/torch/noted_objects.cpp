@@ -2,16 +2,11 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <vector>
+
 namespace py = pybind11;
 
 namespace fsdp {
-namespace {
-
-const void* address_of(const py::list& tensors, std::size_t i) {
-  return THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i)).const_data_ptr();
-}
-
-}  // namespace
 
 bool same_objects(const py::list& left, const py::list& right) {
   if (left.size() != right.size()) {
@@ -76,22 +71,13 @@ bool have_attribute(const py::list& objects, const py::str& name, const py::list
   return true;
 }
 
-Addresses::Addresses(const py::list& tensors) : noted_(tensors.size()) {
-  for (std::size_t i = 0; i < noted_.size(); ++i) {
-    noted_[i] = address_of(tensors, i);
+py::bytes addresses_of(const py::list& tensors) {
+  std::vector<const void*> addresses(tensors.size());
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    PyObject* tensor = PyList_GET_ITEM(tensors.ptr(), i);
+    addresses[i] = THPVariable_Unpack(tensor).const_data_ptr();
   }
-}
-
-bool Addresses::are_of(const py::list& tensors) const {
-  if (tensors.size() != noted_.size()) {
-    return false;
-  }
-  for (std::size_t i = 0; i < noted_.size(); ++i) {
-    if (noted_[i] != address_of(tensors, i)) {
-      return false;
-    }
-  }
-  return true;
+  return {reinterpret_cast<const char*>(addresses.data()), addresses.size() * sizeof(void*)};
 }
 
 }  // namespace fsdp

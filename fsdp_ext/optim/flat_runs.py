@@ -123,7 +123,7 @@ class FlatRuns:
         self._placed: list[Any] = [each.entry.sharded for each in placed]
         self._locals: list[torch.Tensor] = [param._local_tensor for param in self._placed]
         # share_memory_() and .data give a tensor other memory.
-        self._addresses = _C.Addresses(self._locals)
+        self._addresses = _C.addresses_of(self._locals)
 
     @property
     def units(self) -> list[Unit]:
@@ -137,7 +137,7 @@ class FlatRuns:
             and list(map(_version_of, self._units)) == self._versions
             and _C.same_objects(list(map(_flat_shard_of, self._units)), self._flat)
             and _C.have_attribute(self._placed, "_local_tensor", self._locals)
-            and self._addresses.are_of(self._locals)
+            and _C.addresses_of(self._locals) == self._addresses
         )
 
 

@@ -72,9 +72,7 @@ void register_unit(py::module_& m) {
   m.def("have_entries", &have_entries, py::arg("dicts"), py::arg("names"), py::arg("values"));
   m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
   m.def("total_length", &total_length, py::arg("dicts"));
-  py::class_<Addresses>(m, "Addresses")
-      .def(py::init<const py::list&>(), py::arg("tensors"))
-      .def("are_of", &Addresses::are_of, py::arg("tensors"));
+  m.def("addresses_of", &addresses_of, py::arg("tensors"));
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
   m.def("note_exit", &note_exit);
