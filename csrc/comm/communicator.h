@@ -18,12 +18,11 @@
 
 namespace fsdp {
 
-// Ends errors about ranks whose collectives differ.
+// Advice that ends errors about ranks that issued different collectives.
 inline constexpr const char* kRunTheSameUnits =
     "Run the same units, with the same sizes and settings, in the same order on every rank. A rank "
     "that leaves a unit out on purpose calls its join_empty(). If backward does not reach a unit "
-    "on "
-    "some ranks, call its set_reduce_scatter_unused_params(True) on every rank.";
+    "on some ranks, call its set_reduce_scatter_unused_params(True) on every rank.";
 
 // How collectives use a buffer of this rank. Peers read an Input; collectives write an Output. A
 // Shard is an input that holds parameters, and a Gradient an output that holds sharded gradients.

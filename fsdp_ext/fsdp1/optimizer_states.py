@@ -92,7 +92,7 @@ def with_keys(state: State, rename: Callable[[Any], Any]) -> State:
 def with_states(state: State, states: State, keys_of: Callable[[Any], list[Any]]) -> State:
     """Return an optimizer's state with ``states``, and with other keys in its groups.
 
-    The groups may be missing, as when only the values are saved.
+    A state without 'param_groups' stays without them.
 
     Args:
         state: the state.

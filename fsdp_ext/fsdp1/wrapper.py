@@ -351,7 +351,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        # A wrapper around a wrapper shares the unit of the one inside, which summons it.
+        # An outer wrapper shares the unit of the inner wrapper, which summons it.
         units = [] if self._wraps_wrapper else [self._fsdp_ext_unit]
         with summon(units, Summoning(), "apply"):
             super().apply(fn)
@@ -420,7 +420,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             reshard_and_forget(wrapper._fsdp_ext_unit)  # the sharded parameters have the gradients
         return clip(list(self.parameters()), limits)
 
-    # FSDP1 has no such methods. Errors about ranks that run different units advise them.
+    # FSDP1 lacks these methods. Errors about ranks that run different units recommend them.
     join_empty: Any = FSDPModule.join_empty
     set_reduce_scatter_unused_params: Any = FSDPModule.set_reduce_scatter_unused_params
 

@@ -61,7 +61,7 @@ class SGD(FlatStep, torch.optim.SGD):
 
 
 def _loses_fused_updates(param: torch.Tensor) -> bool:
-    # On the CPU, PyTorch's fused SGD updates the momentum but not the parameter:
+    # PyTorch's fused SGD changes the momentum of such parameters, and not the parameters:
     # https://github.com/pytorch/pytorch/issues/191763
     return param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
 

@@ -42,8 +42,8 @@
 
 namespace fsdp {
 
-// Another rank is in another collective. Both ranks throw this.
-// Its message ends with a full stop.
+// Another rank is in another collective. Both ranks throw this. The message ends with a full stop,
+// because who catches it appends the last collectives.
 class DifferentCollectives : public Error {
  public:
   DifferentCollectives(int a_rank, const std::string& message)

@@ -21,7 +21,7 @@ from fsdp_ext.sharding.params.ranks import Ranks
 class OwnRows:
     """One rank's rows of an extension, in memory of their own: Note [tensor extensions].
 
-    The operators here are those that FSDP2 calls, because a class may have no others.
+    It calls only the operators that FSDP2 calls, because a class may implement no others.
 
     Args:
         size: size of that memory, which is the same on all ranks.
@@ -106,7 +106,7 @@ class GatherInput:
         self.shape_in_slot = torch.Size([ranks * rows, *row])
         self.shape_and_dtype_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
         self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
-        # The place for its bytes in the flat shard, and the gathered tensor in the slot.
+        # Set when the unit is built: its bytes in the flat shard, the gathered tensor in a slot.
         self.part = torch.empty(0)
         self.output = torch.empty(0)
 
@@ -223,7 +223,7 @@ def _unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Paramete
     if param.grad_dtype is not None:
         unsharded.grad_dtype = param.grad_dtype
     if param.quantization is not None:
-        # Without it, bitsandbytes' layers put another parameter in place of this one.
+        # bitsandbytes' layers replace a parameter that has no quant_state.
         unsharded.quant_state = param.quantization  # type: ignore[attr-defined]
     mark_unsharded(unsharded, param.name)
     return unsharded

@@ -29,7 +29,8 @@ class _NotedParams(WeakTensorKeyDictionary):
 def watch_optimizers_in_backward() -> None:
     """Let the next forward of every root look for optimizers that parameters have received.
 
-    It has no effect before PyTorch's module is imported, and takes effect once.
+    Calls do nothing before PyTorch's module is imported, and nothing more after the first one
+    that has found it.
     """
     params = _params()
     if params is not None and type(params) is not _NotedParams:

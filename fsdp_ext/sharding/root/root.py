@@ -133,7 +133,8 @@ class Root(UnitTree):
         self.meshes = add_meshes(self.lanes, self.units)
         for ranks in sorted({unit.settings.reshard_group for unit in self.units} - {0}):
             add_group_lanes(self.lanes, first.ranks.shard_group, first.device, transport, ranks)
-        # The lanes of ranks with the same shard: Note [replicas] in csrc/core/reduce/reducer.h.
+        # Lanes between replicas, which have the same shard: Note [replicas] in
+        # csrc/core/reduce/reducer.h.
         self.replicas: _C.Lanes | None = None
         if replicas is not None:
             self.replicas = lanes_of(

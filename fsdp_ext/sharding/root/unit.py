@@ -216,7 +216,7 @@ class Unit(ParamGroup):
     def _rows_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Copy this rank's rows to the device of shards. Rows on meta stay there."""
         first, count = self._range(part.shape, dim)
-        # Not a view of the whole: the DTensor would have its offset, and keep the whole in memory.
+        # A view would keep the whole parameter in memory, and give the DTensor its offset.
         rows = part.narrow(dim, first, count).clone(memory_format=torch.contiguous_format)
         return rows if rows.is_meta else rows.to(self.shard_device)
 
