@@ -26,6 +26,9 @@ constexpr int kAttempts = 3000;
 
 using Random = std::mt19937_64;
 
+// The fields of a mailbox, and the start of the long text at its end.
+constexpr std::size_t kFields = offsetof(Mailbox, reason) + 64;
+
 // Numbers near those that matter, and others.
 std::uint64_t number(Random& random, std::uint64_t size) {
   const std::uint64_t special[] = {0,
@@ -186,7 +189,8 @@ TEST(DamagedPeer, AMailboxIsReadOrRefused) {
     } else {
       fill(random, block.base(), bytes);
     }
-    damage(random, block.base(), bytes, bytes);
+    const std::size_t damaged = std::min(bytes, kFields);
+    damage(random, block.base() + std::min<std::uint64_t>(offset, bytes - damaged), damaged, bytes);
     read += message_of([&] { read_all(block.memory(), offset, random() % 8); }) == kNothingThrown;
   }
   EXPECT_GT(read, kAttempts / 50) << "some are read";
@@ -195,7 +199,7 @@ TEST(DamagedPeer, AMailboxIsReadOrRefused) {
 
 // The same by a rank in a collective, which reads the peer's input.
 TEST(DamagedPeer, ACollectiveEndsInAnError) {
-  constexpr std::size_t kBytes = 16384;
+  constexpr std::size_t kBytes = 32768;
   constexpr std::uint64_t kInput = 2 * sizeof(Mailbox);
   static_assert(kInput + 64 <= kBytes);
   static const std::string kLabel = "the all-gather of unit 'layer'";
@@ -214,7 +218,7 @@ TEST(DamagedPeer, ACollectiveEndsInAnError) {
     theirs->operations[1] = mine;
     theirs->operations[1].tag = 0;
     theirs->operations[1].offset = kInput;
-    damage(random, theirs, sizeof(Mailbox), kBytes);
+    damage(random, theirs, kFields, kBytes);
     if (random() % 4 == 0) {
       damage(random, &theirs->operations[1], sizeof(Operation), kBytes);
     }
@@ -234,14 +238,14 @@ TEST(DamagedPeer, ACollectiveEndsInAnError) {
 }
 
 TEST(DamagedPeer, TheMessageNamesTheRankAndWhatIsWrong) {
-  Block block(4096);
+  Block block(16384);
   const PeerMemory memory = block.memory();
   const auto error_at = [&](std::uint64_t offset) {
     return message_of([&] { mailbox_in(memory, offset); });
   };
-  EXPECT_TRUE(contains(error_at(5000), "rank 1 (process 4711) has its mailbox at offset 5000"));
-  EXPECT_TRUE(contains(error_at(5000), "outside its 4096 bytes of shared memory"));
-  EXPECT_TRUE(contains(error_at(~std::uint64_t{0}), "outside its 4096 bytes"));
+  EXPECT_TRUE(contains(error_at(20000), "rank 1 (process 4711) has its mailbox at offset 20000"));
+  EXPECT_TRUE(contains(error_at(20000), "outside its 16384 bytes of shared memory"));
+  EXPECT_TRUE(contains(error_at(~std::uint64_t{0}), "outside its 16384 bytes"));
   EXPECT_TRUE(contains(error_at(8), "no multiple of 64"));
   auto* mailbox = new (block.base()) Mailbox;
   mailbox->state = static_cast<Mailbox::State>(9);

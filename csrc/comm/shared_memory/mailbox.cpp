@@ -141,7 +141,7 @@ Mailbox::State state_in(const Mailbox& mailbox, const std::string& who) {
 }
 
 std::string reason_in(const Mailbox& mailbox) {
-  char reason[sizeof(mailbox.reason)];
+  char reason[Mailbox::kReasonBytes];
   std::memcpy(reason, mailbox.reason, sizeof(reason));
   return text_in(reason, sizeof(reason));
 }

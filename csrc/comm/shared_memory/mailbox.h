@@ -76,15 +76,16 @@ struct Issuer {
 // It lies in the rank's arena, and peers only read it.
 struct Mailbox {
   enum class State : std::uint32_t { Active, Failed, Closed };
+  static constexpr std::size_t kReasonBytes = 8192;  // holds the histories of two ranks
 
   alignas(64) futex::Word posted{0};    // the last round that the rank has posted
   alignas(64) futex::Word finished{0};  // the last round whose inputs it has finished reading
   alignas(64) std::atomic<State> state{State::Active};
-  char reason[1024] = {};  // why the rank failed; written before `state`
   // Of the last round and the one before, by the parity of their numbers.
   alignas(8) Operation operations[2];
   Activity activity;
   alignas(64) Issuer issuer;
+  char reason[kReasonBytes] = {};  // why the rank failed; written before `state`
 };
 
 // - Checked reads of a peer's mailbox: Note [peers are not trusted]
