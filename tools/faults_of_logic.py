@@ -640,6 +640,13 @@ FAULTS = (
         python=("flat_optimizers", "offload_optimizer"),
     ),
     Fault(
+        "states that the user adds have no effect",
+        f"{OPTIM}/state_entries.py",
+        "_C.total_length(self._dicts) == self._count",
+        "True",
+        python=("flat_optimizers",),
+    ),
+    Fault(
         "a parameter that leaves its run keeps the states of all",
         f"{OPTIM}/flat_step.py",
         "before._give_own(self._runs.others, states)",
@@ -651,6 +658,13 @@ FAULTS = (
         "_C.addresses_of(self._locals) == self._addresses",
         "True",
         python=("flat_optimizers", "optimizers"),
+    ),
+    Fault(
+        "a local tensor that is replaced is not noticed",
+        f"{OPTIM}/flat_runs.py",
+        '_C.have_attribute(self._placed, "_local_tensor", self._locals)',
+        "True",
+        python=("flat_optimizers",),
     ),
     Fault(
         "a gradient that is removed is not noticed",
