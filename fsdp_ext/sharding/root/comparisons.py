@@ -29,7 +29,9 @@ def compare_groups(
     for names, of_ranks in zip(module_names, by_unit, strict=False):
         groups, meshes = zip(*(text.split("/") for text in of_ranks), strict=True)
         if len(set(groups)) > 1:
-            values = " and ".join(_ranks_that_pass(size, groups) for size in sorted(set(groups)))
+            values = " and ".join(
+                _ranks_that_pass(size, groups) for size in sorted(set(groups), key=int)
+            )
             raise ValueError(
                 f"reshard_after_forward of unit '{names[0] or 'the root'}' is {values}. Pass the "
                 "same to fully_shard on all ranks."
