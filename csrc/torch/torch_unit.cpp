@@ -209,34 +209,34 @@ void TorchUnit::free_storages() {
 
 void TorchUnit::attach(void* unsharded) {
   point_storages(unsharded);
-  if (has_extensions_) {
-    attach_extensions();
-  }
-  register_parameters(/*unsharded=*/true);
-}
-
-// The first call makes the unsharded parameters. If a method raises, the unit stays detached.
-void TorchUnit::attach_extensions() {
   try {
-    with_python([this] {
-      const py::dict made = extensions_.attr("attach")();
-      for (const auto& [number, parameter] : made) {
-        const auto index = number.cast<std::size_t>();
-        FSDP_CHECK(index < parameters_.size(), "attach returned parameter ", index, " of ",
-                   parameters_.size(), ".");
-        parameters_[index].set_unsharded(py::reinterpret_borrow<py::object>(parameter));
-        const auto found =
-            std::find(parameters_.trainable().begin(), parameters_.trainable().end(), index);
-        if (found != parameters_.trainable().end()) {
-          set_gradient_hook(parameters_[index].unsharded, weak_from_this(),
-                            static_cast<std::size_t>(found - parameters_.trainable().begin()));
-        }
-      }
-    });
-  } catch (...) {
+    if (has_extensions_) {
+      attach_extensions();
+    }
+    register_parameters(/*unsharded=*/true);
+  } catch (...) {  // the unit stays detached
     free_storages();
     throw;
   }
+}
+
+// The first call makes the unsharded parameters.
+void TorchUnit::attach_extensions() {
+  with_python([this] {
+    const py::dict made = extensions_.attr("attach")();
+    for (const auto& [number, parameter] : made) {
+      const auto index = number.cast<std::size_t>();
+      FSDP_CHECK(index < parameters_.size(), "attach returned parameter ", index, " of ",
+                 parameters_.size(), ".");
+      parameters_[index].set_unsharded(py::reinterpret_borrow<py::object>(parameter));
+      const auto found =
+          std::find(parameters_.trainable().begin(), parameters_.trainable().end(), index);
+      if (found != parameters_.trainable().end()) {
+        set_gradient_hook(parameters_[index].unsharded, weak_from_this(),
+                          static_cast<std::size_t>(found - parameters_.trainable().begin()));
+      }
+    }
+  });
 }
 
 void TorchUnit::compute_inputs() {
@@ -270,6 +270,11 @@ void TorchUnit::register_parameters(bool unsharded) {
     return (are_unsharded ? of.unsharded_object : of.sharded).ptr();
   };
   auto attribute = attributes_.cbegin();
+  const auto put_back_until = [&](auto end) {  // the next use begins with all attributes as before
+    for (auto changed = attributes_.cbegin(); changed != end; ++changed) {
+      changed->put(objects(!unsharded, changed->parameter()));
+    }
+  };
   try {
     for (; attribute != attributes_.cend(); ++attribute) {
       const std::size_t parameter = attribute->parameter();
@@ -278,11 +283,11 @@ void TorchUnit::register_parameters(bool unsharded) {
                  "' was replaced after fully_shard. Change parameters in place, or through "
                  "load_state_dict or module.to().");
     }
-  } catch (const python_error&) {
-    // A module's own __setattr__ has raised. The next use begins with all attributes as they were.
-    for (auto changed = attributes_.cbegin(); changed <= attribute; ++changed) {
-      changed->put(objects(!unsharded, changed->parameter()));
-    }
+  } catch (const python_error&) {  // a module's own __setattr__, which may have set this one
+    put_back_until(attribute + 1);
+    throw;
+  } catch (const Error&) {  // this one is the user's
+    put_back_until(attribute);
     throw;
   }
   unsharded_registered_ = unsharded;

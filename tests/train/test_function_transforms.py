@@ -158,6 +158,13 @@ def test_grad_of_vmap_needs_units_that_stay_unsharded() -> None:
     run_ranks(_vmap_inside_of_grad, 2)
 
 
+def weight_in_forward(layer: nn.Module) -> list[Tensor]:
+    """Return a list that gets the layer's weight in each forward."""
+    seen: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    return seen
+
+
 def _parameters_as_arguments() -> None:
     x = torch.ones(3, 4)
     for system in (torch_fully_shard, fully_shard):
@@ -168,8 +175,19 @@ def _parameters_as_arguments() -> None:
         if system is torch_fully_shard:  # it runs with its own parameters
             assert torch.equal(functional_call(model, others, (x,)), own)
         else:
-            with pytest.raises(RuntimeError, match="was replaced after fully_shard"):
-                functional_call(model, others, (x,))
+            unsharded = weight_in_forward(model[0])
+            model(x).sum().backward()
+            for name in others:
+                refused = rf"parameter '{name}' of unit '.*' was replaced after fully_shard"
+                with pytest.raises(RuntimeError, match=refused):
+                    functional_call(model, {name: others[name]}, (x,))
+                with pytest.raises(
+                    RuntimeError, match=r"unit '0' was read while it is freed|size 0"
+                ):
+                    unsharded[0] + 1
+                again = model(x)
+                assert torch.equal(again, own)
+                again.sum().backward()
 
 
 def test_other_parameters_are_refused_and_not_ignored_as_by_fsdp2() -> None:
