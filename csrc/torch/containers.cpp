@@ -96,8 +96,7 @@ py::object map_tensors(py::handle object, const TensorMap& map) {
     }
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(mapped)));
   }
-  static PyObject* const map_other = python_helper("map_tensors").release().ptr();
-  return py::handle(map_other)(
+  return python_helper("map_tensors")(
       py::cpp_function([&map](py::handle item) { return map_tensors(item, map); }), object);
 }
 
