@@ -234,7 +234,15 @@ bool TorchUnit::leave_module(std::size_t index) {
 void TorchUnit::end_incomplete_forward(TorchRoot& root, py::handle output) {
   const bool is_incomplete = pending_count_ > 0 && pending_count_ < pending_.size();
   if (is_incomplete && !root.is_outermost(*this)) {
-    (void)watch_outputs(output, root.pipeline().post_forward(number_), &root.graph_calls());
+    const bool summoned = is_summoned(root);
+    CallId call = kNoCall;
+    {
+      const py::gil_scoped_release no_gil;
+      call = root.pipeline().post_forward(number_, at::GradMode::is_enabled() && !summoned);
+    }
+    if (!summoned) {
+      (void)watch_outputs(output, call, &root.graph_calls());
+    }
   }
   reset_pending();
 }
