@@ -483,13 +483,15 @@ void Pipeline::hold(Unit& unit) {
   }
 }
 
-void Pipeline::reshard(int number) {
+void Pipeline::reshard(int number) try {
   Unit& unit = this->unit(number);
   gatherer_.reshard(unit);
   if (unit.bucket != nullptr && passes_.is_between()) {
     gatherer_.reshard_speculative(*unit.bucket);
   }
 }
+} catch (const Error& error) {
+  fail(error);
 
 // - Passes that fail
 
