@@ -176,8 +176,9 @@ void Pipeline::prefetch_forward(const Unit& unit) {
 template <typename NextUnit>
 void Pipeline::prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit) {
   for (const int target : targets) {
-    if (!passes_.in_backward() || this->unit(target).unshards_in_backward) {
-      gatherer_.unshard(this->unit(target), /*on_demand=*/false);
+    Unit& next = this->unit(target);
+    if (!next.is_summoned && (!passes_.in_backward() || next.unshards_in_backward)) {
+      gatherer_.unshard(next, /*on_demand=*/false);
     }
   }
   if (!targets.empty()) {
@@ -489,9 +490,9 @@ void Pipeline::reshard(int number) try {
   if (unit.bucket != nullptr && passes_.is_between()) {
     gatherer_.reshard_speculative(*unit.bucket);
   }
-}
 } catch (const Error& error) {
   fail(error);
+}
 
 // - Passes that fail
 
