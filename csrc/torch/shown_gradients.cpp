@@ -161,23 +161,25 @@ at::Tensor ShownGradients::as_sharded(std::size_t trainable, const at::Tensor& g
 
 // - The beginning of a backward
 
-// All gradients are checked before any is moved, so that nothing is lost if one is refused.
+void ShownGradients::check(const std::string& unit) const {
+  for (std::size_t i = 0; any_ && i < shown_.size(); ++i) {
+    if (shown_[i].is_shown) {
+      (void)shown_gradient(i, unit);
+    }
+  }
+}
+
 void ShownGradients::take_back_all(const std::string& unit) {
   if (!any_) {
     return;
   }
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> taken(shown_.size());
-  for (std::size_t i = 0; i < shown_.size(); ++i) {
-    if (shown_[i].is_shown) {
-      taken[i] = shown_gradient(i, unit);
-    }
-  }
   for (std::size_t i = 0; i < shown_.size(); ++i) {
     const Shown shown = std::exchange(shown_[i], {});
-    if (taken[i].defined()) {
+    const at::Tensor gradient = shown.is_shown ? shown_gradient(i, unit) : at::Tensor();
+    if (gradient.defined()) {
       parameters_.gradient_owner(i).mutable_grad() = shown.put_aside;
-      take_back(i, taken[i]);
+      take_back(i, gradient);
       has_taken_ = true;
     }
   }

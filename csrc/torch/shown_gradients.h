@@ -44,8 +44,10 @@ class ShownGradients {
   void enable(pybind11::object wrap);
   bool is_enabled() const { return is_enabled_; }
 
-  void show_all();                              // after a backward
-  void take_back_all(const std::string& unit);  // before a backward; `unit` is for messages
+  void show_all();  // after a backward
+  // Throws if take_back_all() would refuse a gradient. `unit` is for messages.
+  void check(const std::string& unit) const;
+  void take_back_all(const std::string& unit);  // before a backward
   bool any() const { return any_; }
   // Whether this backward has taken back gradients that are not reduced yet.
   bool has_taken() const { return has_taken_; }

@@ -203,12 +203,20 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
              "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
              "again, before the backward of an earlier forward. Run that backward first.");
   owner_.enter(RootOwner::Use::Backward);
-  if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
-    with_python(warn_of_lost_gradients);
+  try {
+    if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
+      with_python(warn_of_lost_gradients);
+    }
+    if (!passes().in_backward()) {
+      begin_autograds_backward(node);
+    }
+  } catch (...) {  // no BackwardGuard gives the root back
+    return_from_backward();
+    throw;
   }
-  if (passes().in_backward()) {
-    return;
-  }
+}
+
+void TorchRoot::begin_autograds_backward(const torch::autograd::Node* node) {
   if (before_backward_) {
     with_python([this] {
       const py::object method = before_backward_();
@@ -230,7 +238,10 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
 
 void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   for (const auto& unit : units_) {
-    unit->take_back_gradients();
+    unit->check_shown_gradients();  // of all units before any is taken: a refusal changes nothing
+  }
+  for (const auto& unit : units_) {
+    unit->begin_backward();
   }
   pipeline_->begin_backward(may_reshard, graph);
   backward_task_ = torch::autograd::get_current_graph_task_id();
@@ -251,7 +262,12 @@ void TorchRoot::end_backward() {
     unit->run_post_accumulate_hooks();
     unit->reset_pending();
   }
-  if (passes().in_forward()) {
+  return_from_backward();
+}
+
+// Gives the root back to the forward around the backward, or to nobody.
+void TorchRoot::return_from_backward() {
+  if (passes().outermost() != Passes::kNone) {
     owner_.change(RootOwner::Use::Forward);
   } else {
     owner_.leave_backward();

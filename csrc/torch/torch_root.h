@@ -82,8 +82,10 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
+  void begin_autograds_backward(const torch::autograd::Node* node);
   void begin_backward(bool may_reshard, const BackwardGraph& graph);
   void end_backward();
+  void return_from_backward();
   void begin_step();
   void end_step();
   void abandon_backward(std::uint64_t number) noexcept;

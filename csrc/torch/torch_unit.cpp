@@ -447,6 +447,10 @@ void TorchUnit::set_sharded_gradient(std::size_t i) {
   got_gradient_[index] = 1;
 }
 
+void TorchUnit::begin_backward() {
+  shown_.take_back_all(name_);
+}
+
 void TorchUnit::run_post_accumulate_hooks() {
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     if (got_gradient_[i] == 0) {

@@ -144,7 +144,8 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void adopt_gradients();
   // Gradients of backwards without gradient sync under FSDP1's wrapper.
   ShownGradients& shown_gradients() { return shown_; }
-  void take_back_gradients() { shown_.take_back_all(name_); }
+  void check_shown_gradients() const { shown_.check(name_); }
+  void begin_backward();
 
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();

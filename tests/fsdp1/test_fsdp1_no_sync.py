@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,16 +365,22 @@ def refused() -> None:
             pass
         with wrapped.no_sync(), pytest.raises(RuntimeError, match="are not reduced yet"):
             optimizer.step(functools.partial(backward, wrapped, model, 1))
-        param = next(iter(by_name(wrapped).values()))
-        assert param.grad is not None
-        whole, param.grad.data = param.grad.clone(), torch.ones(3)
-        with pytest.raises(RuntimeError, match=r"has shape \[3\].*or to None"):
-            run(wrapped, model, 2).backward()
-        param.grad.data = whole
-        wrapped.zero_grad()
+        params = list(by_name(wrapped).values())
+        with ThreadPoolExecutor(1) as thread:  # lives on after backward, as autograd's on a GPU
+            for param in (params[0], params[-1]):  # of the first unit that is checked, and the last
+                assert param.grad is not None
+                whole, param.grad.data = param.grad.clone(), torch.ones(3)
+                loss = run(wrapped, model, 2)
+                with pytest.raises(RuntimeError, match=r"has shape \[3\].*or to None"):
+                    thread.submit(loss.backward).result()
+                param.grad.data = whole
+                wrapped.zero_grad()
+                run(wrapped, model, 0).backward()
+                for name, each in by_name(wrapped).items():
+                    assert_equal({name: shard_of(each)}, {name: local(before[name])})
+                with wrapped.no_sync():
+                    run(wrapped, model, 1).backward()
         run(wrapped, model, 0).backward()
-        for name, param in by_name(wrapped).items():
-            assert_equal({name: shard_of(param)}, {name: local(before[name])})
         optimizer.step()
 
 
