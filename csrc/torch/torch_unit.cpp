@@ -448,6 +448,7 @@ void TorchUnit::set_sharded_gradient(std::size_t i) {
 }
 
 void TorchUnit::begin_backward() {
+  std::fill(got_gradient_.begin(), got_gradient_.end(), 0);  // of a backward that failed
   shown_.take_back_all(name_);
 }
 

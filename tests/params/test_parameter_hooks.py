@@ -57,3 +57,37 @@ def _hooks() -> None:
 
 def test_values_that_post_accumulate_hooks_return_are_ignored() -> None:
     run_ranks(_hooks, 2)
+
+
+class OneOrTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, runs_both: bool) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if runs_both else x
+
+
+def _hooks_after_a_hook_that_failed() -> None:
+    model = OneOrTwo()
+    for module in (model.first, model.second, model):
+        load_system(SYSTEM).fully_shard(module)
+    called = []
+
+    def fail(_: Any) -> None:
+        raise HookFailed("by the user")
+
+    handle = model.first.weight.register_post_accumulate_grad_hook(fail)
+    model.second.weight.register_post_accumulate_grad_hook(called.append)
+    with pytest.raises(HookFailed):
+        model(torch.ones(2, 4), runs_both=True).sum().backward()
+    handle.remove()
+    model(torch.ones(2, 4), runs_both=False).sum().backward()
+    assert not called, "this backward has brought no gradient of it"
+    model(torch.ones(2, 4), runs_both=True).sum().backward()
+    assert len(called) == 1
+
+
+def test_a_hook_that_did_not_run_is_not_made_up_for() -> None:
+    run_ranks(_hooks_after_a_hook_that_failed, 2)
