@@ -344,7 +344,6 @@ class BucketInfo(TypedDict):
 
 class PlannedBucket(BucketInfo):
     gather_input_bytes: int
-    slot_bytes: int
     gradient_bytes: int
     reshards_after_forward: bool
     needs_cast: bool

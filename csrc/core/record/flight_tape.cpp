@@ -18,7 +18,7 @@ FlightTape::FlightTape(Device& device, std::size_t entries)
 
 std::uint64_t FlightTape::begin(Stream& stream, const Communicator& over, const FlightPlan& plan,
                                 const std::string& label) {
-  if (!is_on() || is_capturing()) {
+  if (!is_on_ || device_.is_capturing()) {
     return 0;
   }
   const std::lock_guard<std::mutex> lock(mutex_);

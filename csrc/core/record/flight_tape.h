@@ -73,7 +73,6 @@ class FlightTape {
                       const std::string& label);
   void end(std::uint64_t number, Stream& stream);
 
-  bool is_on() const { return is_on_; }
   // Turns recording on or off: FlightRecorder::turn.
   void turn(bool on) { is_on_ = on; }
 
@@ -85,7 +84,6 @@ class FlightTape {
   std::optional<std::vector<SeenFlight>> look() const;
 
  private:
-  bool is_capturing() const { return device_.is_capturing(); }
   Flight& entry(std::uint64_t number) { return entries_[(number - 1) % entries_.size()]; }
   std::size_t first_moment(std::uint64_t number) const {
     return 2 * static_cast<std::size_t>((number - 1) % entries_.size());

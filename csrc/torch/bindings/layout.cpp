@@ -78,7 +78,6 @@ py::dict describe(const PlannedBucket& bucket) {
   result["reduce_messages"] = buffers.reduce_messages;
   result["reshard_group"] = bucket.reshard_group;
   result["gather_input_bytes"] = buffers.gather_input;
-  result["slot_bytes"] = buffers.slot;
   result["gradient_bytes"] = buffers.gradients;
   result["group_shard_bytes"] = buffers.group_shard;
   result["reshards_after_forward"] = bucket.use.reshards_after_forward;
