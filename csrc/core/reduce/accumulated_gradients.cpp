@@ -69,7 +69,7 @@ void AccumulatedGradients::reset() {
 }
 
 char* AccumulatedGradients::piece(std::size_t number) const {
-  const auto before = static_cast<std::size_t>(reduction_.pieces()[number].segment_offset) *
+  const auto before = static_cast<std::size_t>(reduction_.pieces()[number].first_gradient) *
                       itemsize(reduction_.layout().reduce_dtype()) *
                       static_cast<std::size_t>(reduction_.layout().world_size());
   return static_cast<char*>(memory_.get()) + before;
@@ -82,11 +82,11 @@ std::vector<AccumulatedGradients::Part> AccumulatedGradients::parts(const Unit& 
   std::vector<Part> parts;
   for (std::size_t i = 0; i < reduction_.pieces().size(); ++i) {
     const ReducePiece& reduced = reduction_.pieces()[i];
-    const std::int64_t numel = reduced.pack_plan.segment_numel;
-    const std::int64_t begin = std::max(unit_begin, reduced.segment_offset);
-    const std::int64_t end = std::min(unit_end, reduced.segment_offset + numel);
+    const std::int64_t numel = reduced.pack.segment_numel;
+    const std::int64_t begin = std::max(unit_begin, reduced.first_gradient);
+    const std::int64_t end = std::min(unit_end, reduced.first_gradient + numel);
     if (begin < end) {
-      const auto first = static_cast<std::size_t>(begin - reduced.segment_offset) * element;
+      const auto first = static_cast<std::size_t>(begin - reduced.first_gradient) * element;
       parts.push_back({piece(i) + first, end - begin, numel});
     }
   }

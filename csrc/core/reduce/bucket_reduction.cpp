@@ -1,7 +1,6 @@
 #include "core/reduce/bucket_reduction.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "core/memory/memory_plan.h"
 #include "core/units/bucket_names.h"
@@ -10,24 +9,18 @@ namespace fsdp {
 namespace {
 
 ReducePiece piece_of(const UnitLayout& layout, const LayoutPart& part, Packer& packer) {
-  ReducePiece piece;
-  piece.part = part;
-  ReducePlan plan = layout.reduce_plan(part);
-  piece.pack_plan = std::move(plan.pack);
-  piece.finish_plan = std::move(plan.finish);
-  piece.first_trainable = plan.first_trainable;
-  piece.segment_offset = plan.first_gradient;
-  piece.gradient_offset =
+  const std::int64_t gradient_offset =
       part.is_of_rows() ? part.first_row * layout.params()[part.first].row_numel : 0;
+  ReducePiece piece{layout.reduce_plan(part), part, gradient_offset, {}};
   const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
-  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+  for (std::size_t i = 0; i < piece.pack.entries.size(); ++i) {
     const DType dtype = dtypes[piece.first_trainable + i];
     if (std::count(piece.gradient_dtypes.begin(), piece.gradient_dtypes.end(), dtype) == 0) {
       piece.gradient_dtypes.push_back(dtype);
     }
   }
-  packer.prepare(piece.pack_plan);
-  packer.prepare(piece.finish_plan);
+  packer.prepare(piece.pack);
+  packer.prepare(piece.finish);
   return piece;
 }
 
@@ -63,7 +56,7 @@ std::size_t BucketReduction::input_bytes() const {
 }
 
 std::size_t BucketReduction::input_bytes(const ReducePiece& piece) const {
-  return static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+  return static_cast<std::size_t>(piece.pack.segment_numel) *
          static_cast<std::size_t>(layout_.world_size()) * itemsize(layout_.reduce_dtype());
 }
 

@@ -18,13 +18,9 @@
 namespace fsdp {
 
 // One message of a reduction, with its packing before and its finish after: Note [pieces].
-struct ReducePiece {
+struct ReducePiece : ReducePlan {
   LayoutPart part;
-  PackPlan pack_plan;
-  CastPlan finish_plan;                // reduce output -> flat gradient, by trainable parameter
-  std::size_t first_trainable = 0;     // index among the bucket's trainable parameters
   std::int64_t gradient_offset = 0;    // elements of the gradient before the piece's rows
-  std::int64_t segment_offset = 0;     // elements, in the bucket's segment
   std::vector<DType> gradient_dtypes;  // of its gradients, each once
 };
 

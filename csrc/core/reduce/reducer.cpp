@@ -202,11 +202,11 @@ void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void*
   for (const DType dtype : piece.gradient_dtypes) {
     // The first pass writes zeros where it has no gradient. Later passes add theirs.
     const bool adds = accumulate || dtype != piece.gradient_dtypes.front();
-    packer_.pack(stream, piece.pack_plan, gradients_of(bucket, piece, gradients, dtype), dtype,
+    packer_.pack(stream, piece.pack, gradients_of(bucket, piece, gradients, dtype), dtype,
                  destination, layout.reduce_dtype(), units.front()->pre_scale, adds,
                  {bucket.units.front()->gradients.nonfinite_marks_ + piece.first_trainable,
                   device_.is_capturing() ? kCapturedPacking : packings_});
-    ledger_.counters().copied_bytes += static_cast<std::size_t>(piece.pack_plan.segment_numel) *
+    ledger_.counters().copied_bytes += static_cast<std::size_t>(piece.pack.segment_numel) *
                                        static_cast<std::size_t>(layout.world_size()) *
                                        (itemsize(dtype) + itemsize(layout.reduce_dtype()));
   }
@@ -218,7 +218,7 @@ const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piec
   if (piece.gradient_dtypes.size() == 1) {
     return gradients;
   }
-  for (std::size_t i = 0; i < piece.pack_plan.entries.size(); ++i) {
+  for (std::size_t i = 0; i < piece.pack.entries.size(); ++i) {
     const bool has_dtype = bucket.reduction.gradient_dtypes_[piece.first_trainable + i] == dtype;
     bucket.reduction.gradients_of_dtype_[i] = has_dtype ? gradients[i] : nullptr;
   }
@@ -370,7 +370,7 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
                         bucket.reduction.label);
   const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
                     {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
-  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  const auto numel = static_cast<std::size_t>(piece.pack.segment_numel);
   void* const output = output_of(reduction, number);
   if (!send_by_hook(reduction, streams_.messages(), input, output, numel)) {
     bucket.reduction.communicator_.reduce_scatter(streams_.messages(), input, output, numel, dtype);
@@ -382,7 +382,7 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const Bucket& bucket = reduction.bucket;
   const ReducePiece& piece = bucket.reduction.pieces_[number];
   const DType dtype = bucket.layout.reduce_dtype();
-  const auto numel = static_cast<std::size_t>(piece.pack_plan.segment_numel);
+  const auto numel = static_cast<std::size_t>(piece.pack.segment_numel);
   Lane& lane = *replicas_;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
   const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
@@ -457,11 +457,11 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
   const ReducePiece& piece = bucket.reduction.pieces_[number];
   const CastMode* modes = bucket.reduction.finish_modes_.data() + piece.first_trainable;
   const Timed timed(ledger_, reduction.after, Work::FinishReduction, bucket.numbers());
-  packer_.cast(reduction.after, piece.finish_plan, modes, output, bucket.flat_gradient(),
+  packer_.cast(reduction.after, piece.finish, modes, output, bucket.flat_gradient(),
                reduction.units.front()->post_scale);
-  for (std::size_t i = 0; i < piece.finish_plan.entries.size(); ++i) {
+  for (std::size_t i = 0; i < piece.finish.entries.size(); ++i) {
     if (modes[i] != CastMode::Skip) {
-      const CastEntry& entry = piece.finish_plan.entries[i];
+      const CastEntry& entry = piece.finish.entries[i];
       ledger_.counters().copied_bytes +=
           static_cast<std::size_t>(entry.numel) *
           (itemsize(entry.source_dtype) + itemsize(entry.destination_dtype));
@@ -486,7 +486,7 @@ char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {
 
 // `segment` is one rank's, of the whole bucket, in reduce_dtype.
 char* Reducer::place_in(void* segment, const Bucket& bucket, std::size_t piece) {
-  const auto offset = static_cast<std::size_t>(bucket.reduction.pieces_[piece].segment_offset);
+  const auto offset = static_cast<std::size_t>(bucket.reduction.pieces_[piece].first_gradient);
   return static_cast<char*>(segment) + offset * itemsize(bucket.layout.reduce_dtype());
 }
 
