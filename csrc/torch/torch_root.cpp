@@ -355,11 +355,8 @@ std::vector<at::Tensor> accumulated_gradients(TorchRoot& root, int unit) {
 void TorchRoot::apply(int unit, UnitSettings settings) {
   const double before = pipeline_->unit(unit).pre_scale;
   const double now = settings.pre_scale;
-  const auto has_accumulated = [&] {
-    const std::vector<char> has = Reducer::has_accumulated(pipeline_->unit(unit));
-    return std::find(has.begin(), has.end(), 1) != has.end();
-  };
-  const bool scales_accumulated = now != before && has_accumulated();
+  const bool scales_accumulated =
+      now != before && Reducer::has_any_accumulated(pipeline_->unit(unit));
   FSDP_CHECK(!scales_accumulated || passes().is_between(),
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "

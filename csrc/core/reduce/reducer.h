@@ -130,6 +130,7 @@ class Reducer {
   std::vector<AccumulatedGradients::Part> accumulated_parts(const Unit& unit);
   // For each trainable parameter of the unit, whether it has such gradients on this rank.
   static std::vector<char> has_accumulated(const Unit& unit);
+  static bool has_any_accumulated(const Unit& unit);
   // Marks the unit as awaiting a reduction, and the trainable parameters with `has` as having such
   // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
   // nothing, these parts are zero before. All ranks call it.

@@ -38,6 +38,11 @@ std::vector<char> Reducer::has_accumulated(const Unit& unit) {
   return has;
 }
 
+bool Reducer::has_any_accumulated(const Unit& unit) {
+  const std::vector<char> has = has_accumulated(unit);
+  return std::find(has.begin(), has.end(), 1) != has.end();
+}
+
 void Reducer::set_accumulated(Unit& unit, const std::vector<char>& has) {
   FSDP_CHECK(unit.bucket != nullptr && has.size() == unit.gradients.count(), "set_accumulated got ",
              has.size(), " flags. Unit '", unit.name, "' needs ", unit.gradients.count(),

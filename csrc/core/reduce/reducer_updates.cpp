@@ -5,22 +5,12 @@
 #include "core/reduce/reducer.h"
 
 namespace fsdp {
-namespace {
-
-bool has_gradients(const Unit& unit) {
-  const std::vector<char> accumulated = Reducer::has_accumulated(unit);
-  return unit.gradients.any_arrived() ||
-         std::find(accumulated.begin(), accumulated.end(), 1) != accumulated.end();
-}
-
-}  // namespace
 
 void Reducer::check_updates(const Units& units) {
   for (const Unit* unit : units) {
-    const std::vector<char>& used = unit->gradients.used();
-    const bool is_updated =
-        unit->update != nullptr && std::find(used.begin(), used.end(), 1) != used.end();
-    FSDP_CHECK(!is_updated || !has_gradients(*unit), "Unit '", unit->name,
+    const bool is_updated = unit->update != nullptr && unit->gradients.any_used();
+    const bool has_more = unit->gradients.any_arrived() || has_any_accumulated(*unit);
+    FSDP_CHECK(!is_updated || !has_more, "Unit '", unit->name,
                "' got more gradients after its attached optimizer had stepped it in this backward. "
                "Call step() after backward instead of attaching the optimizer.");
   }

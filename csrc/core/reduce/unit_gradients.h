@@ -44,6 +44,7 @@ class UnitGradients {
   bool all_arrived() const { return arrived_count_ == count(); }
   // For each parameter, whether this backward has reduced a gradient of this rank.
   const std::vector<char>& used() const { return used_; }
+  bool any_used() const { return std::find(used_.begin(), used_.end(), 1) != used_.end(); }
   bool is_reduced() const { return is_reduced_; }  // in this backward
   // Whether this backward has reduced the unit although this rank has not used every parameter.
   bool misses_gradients() const {
