@@ -70,8 +70,8 @@ void Reducer::finish_updates(std::size_t most) {
       run_updates(bucket, bucket.units, nullptr, /*is_end=*/false);
     } else if (may_lend_ && !device_.is_capturing()) {
       if (reduction.is_pending_) {
-        ledger_.wait(*reduction.reduced_, reduction.label, Work::WaitForReduction,
-                     bucket.numbers());
+        const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction,
+                          bucket.numbers());
         wait_for_reduction(bucket);
       }
       if (may_lend(bucket)) {
