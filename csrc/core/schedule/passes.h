@@ -75,6 +75,7 @@ class Passes {
     number_ += 1;
     backward_failed_ = false;
   }
+  void begin_forward() { state_ = State::Forward; }
   void begin_backward() {
     begin();
     state_ = in_forward() ? State::BackwardInForward : State::Backward;
@@ -86,6 +87,7 @@ class Passes {
                              : State::Idle;
   }
   void end_backward() { state_ = in_forward() ? State::Forward : State::Idle; }
+  void abandon() { state_ = State::Idle; }  // a pass that an exception has ended
 
   State state_ = State::Idle;
   std::atomic<int> outermost_ = kNone;

@@ -59,7 +59,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   gatherer_.begin_iteration(/*goes_on=*/std::exchange(is_ahead_, false));
   forward_order_.begin_forward(/*forgets_all=*/std::exchange(shards_have_changed_, false));
   forward_keeps_ = with_gradient;
-  passes_.state_ = Passes::State::Forward;
+  passes_.begin_forward();
   return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
@@ -167,9 +167,13 @@ CallId Pipeline::post_forward(int number, bool with_gradient) try {
   fail(error);
 }
 
+// Returns a function whose calls return the units that forward comes to next, one after the other.
+auto Pipeline::next_of_forward() {
+  return [this, ahead = std::size_t{0}]() mutable { return forward_order_.upcoming(ahead++); };
+}
+
 void Pipeline::prefetch_forward(const Unit& unit) {
-  prefetch(unit, unit.forward_prefetch,
-           [this, ahead = std::size_t{0}]() mutable { return forward_order_.upcoming(ahead++); });
+  prefetch(unit, unit.forward_prefetch, next_of_forward());
 }
 
 // The user's targets, or else the next buckets.
@@ -222,9 +226,7 @@ void Pipeline::prefetch_next_forward() try {
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   gatherer_.begin_iteration();
   is_ahead_ = true;
-  prefetch_buckets(nullptr, options_.prefetch_depth + 1, [this, ahead = std::size_t{0}]() mutable {
-    return forward_order_.upcoming(ahead++);
-  });
+  prefetch_buckets(nullptr, options_.prefetch_depth + 1, next_of_forward());
 } catch (const Error& error) {
   fail(error);
 }
@@ -522,7 +524,7 @@ bool Pipeline::reset(After what) try {
       reducer_.settle(*bucket);
     }
   }
-  passes_.state_ = Passes::State::Idle;
+  passes_.abandon();
   is_ahead_ = false;
   is_second_backward_ = false;
   ledger_.leave_iteration();

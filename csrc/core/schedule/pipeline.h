@@ -137,6 +137,7 @@ class Pipeline {
   void expect_unused(const Unit& unit);
   void finish_recording();
   void end_evaluation();
+  auto next_of_forward();
   void prefetch_forward(const Unit& unit);
   void prefetch_backward(const Unit& unit);
   template <typename NextUnit>
