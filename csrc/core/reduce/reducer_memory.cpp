@@ -125,9 +125,6 @@ void Reducer::lend(Bucket& bucket) {
 void Reducer::return_gradients(Bucket& bucket) {
   if (bucket.has_lent_gradients()) {
     renew_gradients(bucket);
-    // The compute stream has written zeros to padding. It may be another stream than the owner.
-    streams_.order_after(device_.stream_of(bucket.gradient_stream()), device_.compute_stream(),
-                         bucket.reduction.label);
   }
 }
 
@@ -145,8 +142,8 @@ void Reducer::ensure_gradient_memory(Bucket& bucket) {
   renew_gradients(bucket);
 }
 
-// The compute stream may be another one than the owner of the memory: Note [gradients of several
-// streams].
+// The compute stream copies gradients out of the old memory, and writes zeros to padding in the new
+// one. It may be another stream than the owner of both: Note [gradients of several streams].
 void Reducer::renew_gradients(Bucket& bucket) {
   Stream& compute = device_.compute_stream();
   const bool is_owner = bucket.gradient_stream() == compute.native_handle();
@@ -154,6 +151,7 @@ void Reducer::renew_gradients(Bucket& bucket) {
   const std::shared_ptr<void> memory = bucket.allocate_gradients(device_, owner);
   streams_.order_after(compute, owner, bucket.reduction.label);
   bucket.renew_gradients(memory);
+  streams_.order_after(owner, compute, bucket.reduction.label);
 }
 
 }  // namespace fsdp
