@@ -89,13 +89,13 @@ class PythonUserCollective final : public UserCollective,
     const py::gil_scoped_acquire gil;
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_gradients;
-    const at::Tensor gradients = tensor_over(tensors.gradients, tensors.numel, tensors.dtype);
+    const at::Tensor output = tensor_over(tensors.output, tensors.numel, tensors.dtype);
     const auto handle = reinterpret_cast<std::uintptr_t>(stream);
     try {
       if (!function.is_none() && tensors.input == nullptr) {
-        function(gradients, handle);
+        function(output, handle);
       } else if (!function.is_none()) {
-        function(gradients, handle, tensor_over(tensors.input, tensors.input_numel, tensors.dtype));
+        function(output, handle, tensor_over(tensors.input, tensors.input_numel, tensors.dtype));
       }
     } catch (const py::error_already_set&) {
       error_ = error_ != nullptr ? error_ : std::current_exception();
@@ -109,8 +109,8 @@ class PythonUserCollective final : public UserCollective,
 
 }  // namespace
 
-std::shared_ptr<UserCollective> make_python_reduce_hook(py::object weak_function,
-                                                        at::Device device) {
+std::shared_ptr<UserCollective> make_python_user_collective(py::object weak_function,
+                                                            at::Device device) {
   return std::make_shared<PythonUserCollective>(std::move(weak_function), device);
 }
 

@@ -1,4 +1,4 @@
-// A reduce hook that is a function of Python's.
+// User collectives that are Python functions.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,7 +14,7 @@ namespace fsdp {
 // The function takes a tensor on `device` and the handle of the stream to run on; 0 on the host. A
 // communication hook of ranks that share parameters also takes the packed gradients to reduce, and
 // a custom collective its input.
-std::shared_ptr<UserCollective> make_python_reduce_hook(pybind11::object weak_function,
-                                                        at::Device device);
+std::shared_ptr<UserCollective> make_python_user_collective(pybind11::object weak_function,
+                                                            at::Device device);
 
 }  // namespace fsdp

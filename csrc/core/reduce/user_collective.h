@@ -32,11 +32,11 @@
 
 namespace fsdp {
 
-// The memory that a hook may write: the gradients, and for a communication hook of ranks that share
-// parameters the packed gradients that they are reduced from. For a custom collective: its output
-// and its input.
+// The memory that a hook may write. `output` is the gradients, or what a custom collective makes.
+// `input` is what a custom collective makes it from, or a communication hook of ranks that share
+// parameters; otherwise it is null.
 struct HookTensors {
-  void* gradients;
+  void* output;
   std::size_t numel;
   DType dtype;
   void* input = nullptr;
@@ -52,7 +52,8 @@ class UserCollective {
   // Throws the first error of the hook since the last call. The caller has waited for the stream,
   // which goes on after such an error, so that other ranks do not wait for this one.
   virtual void check() = 0;
-  // Drops such an error, after a backward that failed for another reason. The same holds.
+  // Drops such an error, after a backward that failed for another reason. Here, too, the caller has
+  // waited for the stream.
   virtual void reset() = 0;
 };
 

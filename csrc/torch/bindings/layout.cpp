@@ -110,7 +110,7 @@ py::dict describe(const BucketPlan& plan) {
 
 void register_unit_config(py::module_& m) {
   py::class_<UserCollective, std::shared_ptr<UserCollective>>(m, "UserCollective")
-      .def(py::init(&make_python_reduce_hook), py::arg("weak_function"), py::arg("device"));
+      .def(py::init(&make_python_user_collective), py::arg("weak_function"), py::arg("device"));
   py::class_<UnitUpdate, std::shared_ptr<UnitUpdate>>(m, "UnitUpdate")
       .def(py::init(&make_python_unit_update), py::arg("weak_function"));
   py::class_<UnitSettings>(m, "UnitSettings")

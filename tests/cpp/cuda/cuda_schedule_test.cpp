@@ -406,7 +406,7 @@ class Doubling final : public UserCollective {
   void issue(Stream& stream, const HookTensors& tensors) override {
     numels.push_back(tensors.numel);
     enqueue(stream.native_handle(),
-            [data = static_cast<float*>(tensors.gradients), numel = tensors.numel] {
+            [data = static_cast<float*>(tensors.output), numel = tensors.numel] {
               for (std::size_t i = 0; i < numel; ++i) {
                 data[i] *= 2;
               }
