@@ -24,9 +24,9 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes, void* stream) {
             [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
   } catch (const c10::OutOfMemoryError& error) {
     throw Error(detail::concat(
-        "There are not ", bytes,
-        " more bytes of GPU memory for buffers of the largest unit. Call fully_shard on smaller "
-        "modules, or use more ranks or a smaller batch. (",
+        "The GPU has too little memory for ", bytes,
+        " more bytes of shards, gradients or buffers. Call fully_shard on smaller modules, or use "
+        "more ranks or a smaller batch. (",
         error.what_without_backtrace(), ")"));
   }
 }
