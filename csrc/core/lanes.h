@@ -191,8 +191,8 @@ class Lane {
   static constexpr std::size_t kBlockBytes = std::size_t{512} << 20;
   static constexpr std::size_t kBlockAlignment = 512;
 
-  // Returns the first tensor that does not fit into the block.
   using Movables = std::vector<Movable>::const_iterator;
+  // Returns the first tensor that does not fit into the block.
   Movables move_into_a_block(Movables first, Movables end, BufferUse use) {
     std::size_t bytes = 0;
     Movables last = first;

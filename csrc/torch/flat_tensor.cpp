@@ -29,8 +29,8 @@ void set_data(const c10::Storage& storage, void* data, std::shared_ptr<void> own
       data_ptr_of(data, std::move(owner), storage.device()));
 }
 
-// Keeps the memory of a tensor alive. On the host it is the memory itself, because share_memory_()
-// gives a storage other memory and frees the old one.
+// Returns an owner of the tensor's memory. On the host it owns the memory and not the storage,
+// because share_memory_() gives a storage other memory and frees the old one.
 std::shared_ptr<void> owner_of(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (!tensor.is_cpu()) {

@@ -1,4 +1,4 @@
-// An update of a unit that is a function of Python's.
+// Unit updates that are Python functions.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -67,8 +67,8 @@ class ShardedGradients {
     gradients_.clear();
     version_ = next_version();
   }
-  // Changes whenever the gradients are other tensors than before. After the first change, no two
-  // units have the same.
+  // Changes whenever the gradients are other tensors than before. No two units share a version,
+  // except before their first change.
   std::uint64_t version() const { return version_; }
   const at::Tensor& flat() const { return flat_.flat(); }
   // Returns the flat gradient. From now on the caller follows it when it moves:
@@ -97,7 +97,7 @@ class ShardedGradients {
   std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;
-  bool has_padding_ = false;  // elements of no gradient. They are zero, for operations on the whole
+  bool has_padding_ = false;  // elements that belong to no gradient; they stay zero
 };
 
 }  // namespace fsdp

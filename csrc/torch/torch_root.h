@@ -27,7 +27,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, PipelineOptions options,
             pybind11::object when_stale, std::shared_ptr<StepChecks> checks);
   ~TorchRoot();
-  // Frees the root's contents, since another root takes its place. A graph may still own it.
+  // Frees the pipeline, because another root takes this one's place. A graph may still own this
+  // object.
   void retire();
 
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);

@@ -22,10 +22,10 @@ class OrderCheck {
   // Ranks compare on `lane` and then, if there are replicas, on `replicas`: Note [replicas] in
   // core/reduce/reducer.h.
   OrderCheck(Device& device, Lane& lane, Lane* replicas);
-
-  // Otherwise there is nothing to compare.
-  bool has_other_ranks() const;
   ~OrderCheck();
+
+  // Whether there is anything to compare.
+  bool has_other_ranks() const;
 
   // Whether collectives of this pass are still compared.
   bool is_due(bool in_backward) const {

@@ -71,8 +71,8 @@ void BufferRing::for_each_overlap(std::size_t offset, std::size_t bytes, const V
   }
 }
 
-// When the newest slot was released that a slot there would overlap. kTaken if such a slot has an
-// owner, or if the ring ends before.
+// The newest `released_at` of the slots that a slot at this place would overlap. kTaken if one of
+// them has an owner, or if the place exceeds the ring.
 std::uint64_t BufferRing::newest_release(std::size_t offset, std::size_t bytes) const {
   std::uint64_t newest = offset + bytes <= plan_.bytes ? 0 : kTaken;
   for_each_overlap(offset, bytes, [&newest](const Slot& slot) {
@@ -81,8 +81,8 @@ std::uint64_t BufferRing::newest_release(std::size_t offset, std::size_t bytes) 
   return newest;
 }
 
-// The planned place if it is free. Otherwise the place at an end of the ring or of a slot whose
-// newest contents are the oldest.
+// Returns the planned place if it is free. Otherwise it tries both ends of the ring and of each
+// slot, and takes the place that was released first.
 std::size_t BufferRing::find_room(int bucket, std::size_t bytes) const {
   if (!plan_.offsets.empty()) {
     const std::size_t planned = plan_.offsets.at(static_cast<std::size_t>(bucket));

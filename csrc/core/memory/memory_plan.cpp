@@ -138,7 +138,8 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
   return memory;
 }
 
-// Both halves of an input must be aligned. With a single message, the second would stay empty.
+// Both halves of an input are aligned. A single message is not packed ahead, because the second
+// half would stay empty.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
                              bool has_replicas, bool in_pieces_elsewhere) {
   ReduceMemory memory;

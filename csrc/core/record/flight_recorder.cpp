@@ -20,7 +20,7 @@
 namespace fsdp {
 namespace {
 
-constexpr const char* kSaid = "flight record";
+constexpr const char* kMarkOfAccount = "flight record";  // every account contains this
 
 // Writes a new file in the same folder, and gives it the record's name when it is complete. Its
 // first name does not begin with the prefix of records, because PyTorch's tools read all files that
@@ -207,7 +207,8 @@ void throw_with_flight_record(const Error& error, Lanes& lanes, Lanes* replicas)
   const bool differs = dynamic_cast<const RanksDiffer*>(&error) != nullptr;
   const bool is_of_ranks = is_late || differs || has_failed_anywhere(lanes) ||
                            (replicas != nullptr && has_failed_anywhere(*replicas));
-  if (lanes.flights == nullptr || !is_of_ranks || message.find(kSaid) != std::string::npos) {
+  if (lanes.flights == nullptr || !is_of_ranks ||
+      message.find(kMarkOfAccount) != std::string::npos) {
     throw;
   }
   const bool is_list = message.find('\n') != std::string::npos;

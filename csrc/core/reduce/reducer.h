@@ -104,6 +104,12 @@ class Reducer {
   void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Gives lent gradients memory for a user, who uses them on the compute stream.
   void return_gradients(Bucket& bucket);
+  // Begins a backward. has_accumulated_before() counts gradients of earlier ones. Gradients may be
+  // lent if `may_lend`: Note [lent gradients].
+  void begin_backward(bool may_lend) {
+    first_packing_ = packings_ + 1;
+    may_lend_ = may_lend;
+  }
   // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
   // streams].
   void note_arrival(Bucket& bucket);
@@ -135,12 +141,6 @@ class Reducer {
   // gradients. The caller then writes them into accumulated_parts(). If the bucket had accumulated
   // nothing, these parts are zero before. All ranks call it.
   void set_accumulated(Unit& unit, const std::vector<char>& has);
-  // Lets has_accumulated_before distinguish gradients of the new backward from earlier ones.
-  // Gradients may be lent in this backward if `may_lend`: Note [lent gradients].
-  void begin_backward(bool may_lend) {
-    first_packing_ = packings_ + 1;
-    may_lend_ = may_lend;
-  }
   // Whether there are accumulated gradients of backwards before the last one.
   bool has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>& buckets) const;
 

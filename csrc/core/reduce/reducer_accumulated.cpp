@@ -80,7 +80,8 @@ void Reducer::reset_accumulated(Bucket& bucket, const Units& units) {
   }
 }
 
-// Accumulated gradients of one rank. Other units of the bucket may go on accumulating there.
+// Copies one rank's accumulated gradients, because other units of the bucket may go on accumulating
+// in `input`.
 void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   const UnitLayout& layout = reduction.bucket.layout;
   void* const output = output_of(reduction, 0);  // one rank sends no pieces

@@ -49,8 +49,8 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   nonfinite_.place(buckets);
 }
 
-// Has an output of at least so many bytes. What is planned has room for messages. A larger one
-// takes the place of what work in flight may use.
+// Makes the output at least `bytes` large. The planned size always has room for messages. Before
+// the output grows, work in flight ends, because it may use the old one.
 void Reducer::prepare_output(std::size_t bytes) {
   if (output_.data() != nullptr && output_.bytes() >= bytes) {
     return;

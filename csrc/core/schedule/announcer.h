@@ -20,7 +20,7 @@ struct NextMessage {
   Lane& lane;
   Communicator& communicator;  // of the lane, or of a smaller group or another mesh
   const std::string& label;
-  std::size_t piece;  // counts those of one gather or reduction from 0
+  std::size_t piece;  // its index in the gather or reduction
   std::size_t bytes;
 };
 
