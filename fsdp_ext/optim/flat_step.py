@@ -90,6 +90,23 @@ class FlatStep(Optimizer):
         self._step(every)
         return loss
 
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as PyTorch's does."""
+        if set_to_none:
+            super().zero_grad()
+            return
+        # PyTorch's foreach code refuses DTensors beside the plain gradients of ignored parameters.
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        for grad in grads:
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+        if grads:
+            torch._foreach_zero_([local_of(grad) for grad in grads])
+
     def attach(self, model: nn.Module) -> None:
         """Step each unit of ``model`` in backward, as soon as its gradients are reduced.
 

@@ -526,9 +526,22 @@ def _an_optimizer_is_copied() -> None:
     pair.train(1)
 
 
+def _gradients_of_ignored_parameters_are_zeroed() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    fully_shard(model, ignored_params={model[1].bias})
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert param.grad is grad
+        assert not grad.count_nonzero()
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        _gradients_of_ignored_parameters_are_zeroed,
         _states_are_those_of_torch,
         _state_dicts_go_both_ways,
         _distributed_state_dicts_go_both_ways,
