@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.fsdp1.setup import WRAPPED, is_wrapper
+from fsdp_ext.fsdp1.setup import CHECKPOINTED, WRAPPED, is_wrapper
 from fsdp_ext.fsdp1.state_dict_forms import Form
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
@@ -49,11 +49,16 @@ def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
     Hooks of the wrappers inside run first, so their entries are converted already.
     """
     inside = tuple(
-        f"{name}."
-        for name, module in wrapper.named_modules(prefix=prefix[:-1], remove_duplicate=False)
+        prefix + _without_checkpointing(f"{name}.")
+        for name, module in wrapper.named_modules(remove_duplicate=False)
         if is_wrapper(module) and module is not wrapper
     )
     return [name for name in state_dict if name.startswith(prefix) and not name.startswith(inside)]
+
+
+def _without_checkpointing(name: str) -> str:
+    """Return a name inside of a wrapper as ``state_dict`` has it."""
+    return name.replace(f"{CHECKPOINTED}.", "")
 
 
 def _take_summoned(
@@ -65,7 +70,8 @@ def _take_summoned(
         RuntimeError: if they are wanted whole on a rank that does not have them. The whole
             parameters cannot be gathered, because other ranks need not take part here.
     """
-    for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
+    for own_name, param in module.named_parameters(remove_duplicate=False):
+        name = prefix + _without_checkpointing(own_name)
         if name not in names:
             continue
         if form.is_full and isinstance(param, DTensor):
@@ -97,7 +103,8 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
     if isinstance(local, DTensor):
         state_dict[prefix + FLAT] = local.to_local()
     try:
-        for name, param in module.named_parameters(prefix[:-1], remove_duplicate=False):
+        for own_name, param in module.named_parameters(remove_duplicate=False):
+            name = prefix + _without_checkpointing(own_name)
             if name not in state_dict:
                 continue
             sharded = stands_for(param)
@@ -108,6 +115,13 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
     except Exception:
         show_flat(unit)
         raise
+
+
+def keep_flat_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a checkpointing wrapper loads, undo its renaming of its own flat parameter."""
+    renamed = f"{prefix}{CHECKPOINTED}.{FLAT}"
+    if renamed in state_dict:
+        state_dict[prefix + FLAT] = state_dict.pop(renamed)
 
 
 def shard_whole_parameters(

@@ -55,6 +55,7 @@ from fsdp_ext.fsdp1.state_dict_forms import DEFAULT, refuse_optimizers_of_flat_p
 from fsdp_ext.fsdp1.state_dict_hooks import (
     add_wrapper_names,
     clean_incompatible_keys,
+    keep_flat_name,
     remove_wrapper_names,
     shard_whole_parameters,
 )
@@ -279,6 +280,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         owners: set[Any] = {owner for owner, _ in unit.attributes()}
         for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
+        if unit.flat_param is not None and CHECKPOINTED in module._modules:
+            cast(Any, module).register_load_state_dict_pre_hook(keep_flat_name)
 
     # - The module
 
