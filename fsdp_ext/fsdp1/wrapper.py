@@ -349,6 +349,24 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             refuse_optimizers_of_flat_parameters()
         return {"": WRAPPED}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also those that whole parameters hide between forward and backward.
+
+        Args:
+            set_to_none: whether gradients are None afterwards, and not zeros.
+        """
+        super().zero_grad(set_to_none)
+        for wrapper in self.fsdp_modules(self):
+            unit = wrapper._fsdp_ext_unit
+            if unit.flat_param is not None or unit.is_summoned:
+                continue
+            for param in unit.params:
+                if param.sharded.grad is not None:
+                    if set_to_none:
+                        param.sharded.grad = None
+                    else:
+                        param.sharded.grad.detach().zero_()
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
 

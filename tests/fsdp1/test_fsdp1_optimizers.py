@@ -171,3 +171,23 @@ def weight_decay() -> None:
 
 def test_groups_by_shape_decay_matrices_here_and_nothing_under_fsdp1() -> None:
     run_ranks(weight_decay, 2)
+
+
+def clears_after_forward(set_to_none: bool, orig: bool) -> None:
+    model: Any = FSDP(make(), use_orig_params=orig)  # one unit, which stays whole
+    found = []
+    for _ in range(2):
+        loss = loss_of(model, 0)
+        model.zero_grad(set_to_none)
+        loss.backward()
+        found.append([param.grad.clone() for param in model.parameters()])
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model_after_forward_clears_the_shards(
+    set_to_none: bool, orig: bool
+) -> None:
+    run_ranks(clears_after_forward, 2, set_to_none, orig)
