@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.boxes import without_others
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Snapshot
-from fsdp_ext.checkpoint.tensor_files import Writer, digest
+from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer, digest
+
+Sizes = tuple[int, ...]
 
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
@@ -59,9 +62,12 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
 
         def end(files: list[dict[str, Any]]) -> str:
             count = sum(of_rank["elements"] for of_rank in files)
+            entries = [of_rank["files"] for of_rank in files]
+            if same_names and count > snapshot.elements:
+                count = _count_once(folder, entries)
             if same_names and count != snapshot.elements:
                 raise ValueError(_wrong_count(count, snapshot.elements))
-            write_index(folder, [of_rank["files"] for of_rank in files], snapshot.mesh)
+            write_index(folder, entries, snapshot.mesh)
             path = directories.commit(folder)
             if keep is not None:
                 directories.remove_old(directory, keep)
@@ -82,6 +88,35 @@ def _are_equal(values: Sequence[str]) -> bool:
     return len(set(values)) == 1
 
 
+def _count_once(folder: Path, files: list[dict[str, Any]]) -> int:
+    """Count the elements in all ranks' files, those that several ranks wrote only once.
+
+    Ranks that tensor parallelism lets share a parameter whole have the same part of it, although
+    its own mesh has only some of them.
+
+    Raises:
+        ValueError: if ranks wrote different values of the same part of a tensor.
+    """
+    known: dict[tuple[str, str, Sizes, Sizes], tuple[Part, int]] = {}
+    for rank, of_rank in enumerate(files):
+        for kind in of_rank.keys() - {"extra"}:
+            name, size, header = of_rank[kind]
+            for tensor, part in TensorFile(folder / name, size, header).parts.items():
+                first, other = known.setdefault(
+                    (kind, tensor, part.offset, part.shape), (part, rank)
+                )
+                if (first.dtype, first.checksums) != (part.dtype, part.checksums):
+                    raise ValueError(_different(tensor, other, rank))
+    return sum(math.prod(part.shape) for part, _ in known.values())
+
+
+def _different(name: str, rank: int, other: int) -> str:
+    return (
+        f"ranks {rank} and {other} have different tensors of one name, '{name}', such as their own "
+        "experts. Give them different names."
+    )
+
+
 def _wrong_count(found: int, expected: int) -> str:
     """Return the error for a total of all ranks' elements that differs from ``expected``."""
     if found < expected:
@@ -91,8 +126,8 @@ def _wrong_count(found: int, expected: int) -> str:
         )
     return (
         f"checkpoint.save found {found} elements on these ranks, but the named tensors of the "
-        f"model and its optimizer have {expected}. Some ranks have different tensors of one name, "
-        "such as their own experts. Give them different names."
+        f"model and its optimizer have {expected}. Some ranks have tensors of one name that "
+        "overlap. Give them different names."
     )
 
 

@@ -62,6 +62,13 @@ def tensor_parallel() -> nn.Module:
     return fsdp_ext.fully_shard(model, mesh=mesh["shard"])
 
 
+def tensor_parallel_in_part() -> nn.Module:
+    """Return a model whose second layer tensor parallelism leaves whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model: nn.Module = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel()})
+    return fsdp_ext.fully_shard(model, mesh=mesh["shard"])
+
+
 def own_mesh_for_experts() -> nn.Module:
     """Return a model whose first layer is spread over pairs of ranks, and then sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "experts"))
@@ -91,6 +98,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         replicas,
         smaller_groups,
         tensor_parallel,
+        tensor_parallel_in_part,
         own_mesh_for_experts,
         whole,
     )
@@ -134,7 +142,9 @@ def _exchange(place: Path) -> None:
         if dist.get_rank() == 0:
             files = path.glob("weights-*.safetensors")
             written = sum(part.nbytes for file in files for part in TensorFile(file).parts.values())
-            assert written == 4 * sum(param.numel() for param in Net().parameters())
+            twice = Net().down if saver == "tensor_parallel_in_part" else nn.Module()
+            expected = [*Net().parameters(), *twice.parameters()]
+            assert written == 4 * sum(param.numel() for param in expected)
     loads = list(itertools.product(states, KINDS.values()))
     for saver, make in loads:
         made = with_states(make, 100)
@@ -171,6 +181,7 @@ def test_ranks_that_lack_a_part_of_the_model_are_told(tmp_path: Path) -> None:
 def _of_own_experts(place: Path) -> None:
     """Save a layer that has other values on each pair of ranks, under the same name."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "pairs"))
+    torch.manual_seed(mesh.get_local_rank("experts"))
     model = Net()
     fsdp_ext.fully_shard(model.up, mesh=mesh["pairs"])
     fsdp_ext.fully_shard(model.down)
