@@ -88,7 +88,7 @@ def box_of(
         # One rank keeps a tensor that has no elements at all.
         if math.prod(whole) or any(coordinate):
             return None
-        offset = (0,) * len(whole)
+        offset, copies, copy = (0,) * len(whole), 1, 0
     return Box(local, whole, tuple(offset), copies, copy, True)
 
 

@@ -194,6 +194,21 @@ def test_ranks_with_different_tensors_of_one_name_are_told(tmp_path: Path) -> No
     run_ranks(_of_own_experts, 4, tmp_path)
 
 
+def _without_elements(place: Path) -> None:
+    model = nn.Module()
+    for name in ("a", "b", "c", "d"):
+        rows = 0 if name in "bd" else 3
+        model.register_parameter(name, nn.Parameter(torch.ones(rows, 2)))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fsdp_ext.fully_shard(model, mesh=mesh)
+    checkpoint.save(place, model)
+    checkpoint.load(place, model)
+
+
+def test_replicas_keep_every_parameter_without_elements(tmp_path: Path) -> None:
+    run_ranks(_without_elements, 2, tmp_path)
+
+
 # - Boxes
 
 
