@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint.boxes import Box, own_boxes
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.state_dicts import State, optimizer_state, weights_of
-from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, round_up
+from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, resolved, round_up
 from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.weights import aliases_of
 
@@ -181,7 +181,7 @@ class Snapshot:
         checksums = {}
         for name, box in sorted(boxes.items()):
             if not box.is_sharded:
-                host = box.tensor.detach().cpu().contiguous()
+                host = resolved(box.tensor).cpu()
                 checksums[name] = checksum(memory_of(host))
         return checksums
 

@@ -106,6 +106,15 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose bytes are its values.
+
+    ``conj()`` of a tensor has the same bytes and a bit that says how to read them, as has a view of
+    its imaginary part.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def checksum(data: Bytes | bytes) -> str:
     """Return the checksum of some bytes."""
     import xxhash  # only here, so that a machine without it can do all but checkpoints
@@ -255,7 +264,7 @@ class Writer:
 
 def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Return the elements of a tensor in order, as contiguous pieces on the host."""
-    tensor = tensor.detach().contiguous()
+    tensor = resolved(tensor)
     if tensor.device.type == "cpu":
         yield tensor
     else:

@@ -381,6 +381,8 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         "a/b": shared,
         "a": {"b": shared + 1},
         ("a", 2): numpy.arange(4, dtype=numpy.uint32),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
     }
     model = nn.Linear(1, 1)
     checkpoint.save(tmp_path, model, extra=extra)
