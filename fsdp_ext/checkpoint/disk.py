@@ -66,7 +66,10 @@ def rename(path: Path, target: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory with all that is in it."""
+    """Remove a directory with all that is in it. Of a symbolic link, only remove the link."""
+    if path.is_symlink():
+        remove(path)
+        return
     for inner in sorted(path.iterdir()):
         remove(inner)
     before_change()

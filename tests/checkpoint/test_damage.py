@@ -310,6 +310,16 @@ def test_another_job_that_writes_there(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model)
 
 
+def test_a_checkpoint_that_is_a_link_is_removed_and_its_target_kept(tmp_path: Path) -> None:
+    model = made()[0]
+    jobs = tmp_path / "jobs"
+    moved = checkpoint.save(jobs, model).rename(tmp_path / "moved")
+    (jobs / "checkpoint-000001").symlink_to(moved)
+    kept = checkpoint.save(jobs, model, keep=1)
+    assert [path for path in jobs.iterdir() if path.name != ".lock"] == [kept]
+    checkpoint.load(moved, model)
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     model, optimizer = made()
     before = checkpoint.save(tmp_path, model, optimizer)
