@@ -35,10 +35,33 @@ class Loaded:
     extra: Any
 
     def put_into(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Change the model and the optimizers."""
-        state_dicts.set_weights(model, self.weights)
+        """Change the model and the optimizers.
+
+        Raises:
+            ValueError: if an optimizer cannot load its state, such as that of another class. Then
+                nothing has changed.
+        """
+        # First, because a class's own load_state_dict decides what it takes.
         if self.optimizer is not None:
-            state_dicts.set_optimizer_state(model, optimizers, self.optimizer)
+            _set_or_restore(model, optimizers, self.optimizer)
+        state_dicts.set_weights(model, self.weights)
+
+
+def _set_or_restore(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: state_dicts.State
+) -> None:
+    before = [(each, each.state, each.param_groups) for each in optimizers]
+    try:
+        state_dicts.set_optimizer_state(model, optimizers, state)
+    except Exception as error:
+        for optimizer, states, groups in before:  # load_state_dict has replaced both
+            optimizer.state, optimizer.param_groups = states, groups
+        kinds = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            f"{kinds} cannot load the optimizer's states in the checkpoint "
+            f"({type(error).__name__}: {error}). Load them into an optimizer of the class that was "
+            "saved, or load the model alone."
+        ) from error
 
 
 def read(

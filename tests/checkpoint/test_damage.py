@@ -259,6 +259,21 @@ class Counting(torch.optim.SGD):
         return {**super().state_dict(), "tokens": 7}
 
 
+def test_the_state_of_an_optimizer_of_another_class(tmp_path: Path) -> None:
+    model = Net()
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    momentum.step()
+    checkpoint.save(tmp_path, model, momentum)
+    other, optimizer = made()
+    before = [param.clone() for param in other.parameters()]
+    with pytest.raises(ValueError, match=r"AdamW cannot load .* of the class that was saved"):
+        checkpoint.load(tmp_path, other, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert all("exp_avg" in state for state in optimizer.state.values())
+    assert all(param in optimizer.state for param in optimizer.param_groups[0]["params"])
+
+
 def test_optimizers_whose_state_belongs_to_no_parameter(tmp_path: Path) -> None:
     model, optimizer = made()
     other = torch.optim.SGD(model.first.parameters())
