@@ -32,8 +32,8 @@ from fsdp_ext.checkpoint.unread import Unread, stored
 def from_dcp(source: Path, directory: Path) -> Path:
     """Convert a checkpoint of torch.distributed.checkpoint, one tensor after the other.
 
-    In the dict that was passed to ``dcp.save``, an entry with "state" and "param_groups" is the
-    optimizer's, an entry that is a dict of tensors is the model's, and the others become ``extra``.
+    In the dict that was passed to ``dcp.save``, an entry with "param_groups" is the optimizer's.
+    The model's is "model", or else an entry that is a dict of tensors. The others become ``extra``.
     If all entries are tensors, the dict itself is the model's.
 
     Args:
@@ -51,7 +51,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
         saved = {"model": saved}
     names: dict[str, list[str]] = defaultdict(list)
     for name, value in saved.items():
-        names[_kind_of(value)].append(name)
+        names[_kind_of(name, value, "model" in saved)].append(name)
     for kind in ("weights", "optimizer"):
         if len(names[kind]) > 1 or (kind == "weights" and not names[kind]):
             raise ValueError(
@@ -62,7 +62,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
     if names["optimizer"]:
         state = saved[names["optimizer"][0]]
         groups = [named_group(group, group["params"]) for group in state["param_groups"]]
-        named = {"state": state["state"], "groups": groups}
+        named = {"state": state.get("state", {}), "groups": groups}
         contents["optimizer"] = content_of_optimizer(named)
     if names["extra"]:
         contents["extra"] = content_of_extra({name: saved[name] for name in names["extra"]})
@@ -96,10 +96,12 @@ def _saved_in(source: Path) -> dict[str, Any]:
     return saved
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(name: str, value: Any, has_model: bool) -> str:
     if isinstance(value, dict):
-        if value.keys() >= {"state", "param_groups"}:
+        if "param_groups" in value:  # dcp.save leaves out a "state" that is empty
             return "optimizer"
+        if has_model:  # which may have extra states, and others may be dicts of tensors
+            return "weights" if name == "model" else "extra"
         if value and all(isinstance(item, torch.Tensor) for item in value.values()):
             return "weights"
     return "extra"
@@ -135,10 +137,11 @@ def to_dcp(source: Path, target: Path) -> None:
     checkpoint = Checkpoint(source)
     saved: dict[str, Any] = {}
     of_model = checkpoint.weights()
-    weights: dict[str, Any] = {**stored(of_model.parts)}
+    tensors = stored(of_model.parts)
+    weights: dict[str, Any] = {name: tensors[name] for name in of_model.whole}
     weights |= {alias: weights[name] for alias, name in of_model.aliases.items()}
     for name, other in of_model.other.items():
-        weights[name] = decoded(other, weights.__getitem__, source)
+        weights[name] = decoded(other, tensors.__getitem__, source)
     saved["model"] = weights
     if "optimizer" in checkpoint.files:
         tensor_of = stored(checkpoint.parts("optimizer")).__getitem__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from fsdp_ext.checkpoint import state_dicts
 from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, Weights, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
+from fsdp_ext.checkpoint.trees import tensors_in
 from fsdp_ext.checkpoint.weights import aliases_of
 from fsdp_ext.optim.state_entries import local_of, over
 
@@ -114,7 +115,7 @@ def _plan_tree(
         like: returns a tensor with the placements that the tensor of a name should have.
     """
     tensors = {}
-    for name in _tensors_in(tree):
+    for name in tensors_in(tree):
         if name not in parts:
             raise DamagedFileError(f"{path} has no tensor '{name}'.")
         dtype = parts[name][0][1].dtype
@@ -142,8 +143,7 @@ def plan_weights(
         ValueError: if names, shapes or kinds of numbers differ.
     """
     parts, aliases, other = stored.parts, stored.aliases, stored.other
-    inner = {tensor for tree in other.values() for tensor in _tensors_in(tree)}
-    names = {*parts, *other, *aliases} - inner
+    names = {*stored.whole, *other, *aliases}
     first = aliases_of(model)
     present = {first.get(name, name) for name in wanted if name in names}
     missing = [name for name in wanted if first.get(name, name) not in present]
@@ -234,19 +234,6 @@ def _state_like(parts: Parts, param: torch.Tensor, name: str) -> torch.Tensor:
             "torch.distributed.checkpoint for this optimizer."
         )
     return torch.empty(whole, device="cpu")
-
-
-def _tensors_in(tree: Any) -> Iterator[str]:
-    """Return the names of the tensors in an encoded value."""
-    if isinstance(tree, dict):
-        for kind, content in tree.items():
-            if kind in ("tensor", "array"):
-                yield content
-            else:
-                yield from _tensors_in(content)
-    elif isinstance(tree, list):
-        for item in tree:
-            yield from _tensors_in(item)
 
 
 def _some(names: Iterable[str]) -> str:

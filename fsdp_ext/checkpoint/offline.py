@@ -20,7 +20,7 @@ from fsdp_ext.checkpoint.unread import one_by_one, stored, whole_parts
 
 def export_files(source: Path, directory: Path, max_shard_size: int | str) -> None:
     """Write a checkpoint's weights in the layout of Hugging Face."""
-    tensors = stored(Checkpoint(source).parts("weights"))
+    tensors = stored(Checkpoint(source).weights().whole)
     write_files(
         directory,
         whole_parts(tensors),

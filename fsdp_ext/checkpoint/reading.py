@@ -25,7 +25,7 @@ from fsdp_ext.checkpoint.tensor_files import (
     digest,
     memory_of,
 )
-from fsdp_ext.checkpoint.trees import decode
+from fsdp_ext.checkpoint.trees import decode, tensors_in
 
 _THREADS = min(8, os.cpu_count() or 1)
 _PIECE = 16 * BLOCK  # bytes that one thread reads at a time
@@ -50,6 +50,12 @@ class Weights:
     parts: Parts
     aliases: dict[str, str]
     other: dict[str, Any]
+
+    @property
+    def whole(self) -> Parts:
+        """The tensors that are entries of the state dict, and not in one of ``other``."""
+        inner = {name for tree in self.other.values() for name in tensors_in(tree)}
+        return {name: parts for name, parts in self.parts.items() if name not in inner}
 
 
 class Checkpoint:

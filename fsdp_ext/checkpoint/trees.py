@@ -10,7 +10,7 @@ import base64
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,3 +108,16 @@ def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
             pairs = {inner(key): inner(item) for key, item in content}
             return Counter(pairs) if name == "counter" else pairs
     raise ValueError(f"a value of the unknown kind '{name}'")
+
+
+def tensors_in(tree: Any) -> Iterator[str]:
+    """Return the names of the tensors in an encoded value."""
+    if isinstance(tree, dict):
+        for kind, content in tree.items():
+            if kind in ("tensor", "array"):
+                yield content
+            else:
+                yield from tensors_in(content)
+    elif isinstance(tree, list):
+        for item in tree:
+            yield from tensors_in(item)

@@ -79,6 +79,30 @@ def test_tensors_inside_of_other_values_are_converted(tmp_path: Path) -> None:
     assert torch.equal(converted["extra"]["pair"][0], torch.ones(2))
 
 
+def test_what_was_converted_can_be_converted_back(tmp_path: Path) -> None:
+    saved, dcp_path, back = (str(tmp_path / name) for name in ("saved", "dcp", "back"))
+    model = Stateful(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # it has no states
+    state = torch.get_rng_state()
+    checkpoint.save(saved, model, optimizer, {"random": state})
+    assert cli.run("convert", [saved, dcp_path]) == 0
+    assert cli.run("convert", [dcp_path, back]) == 0
+    other = Stateful(2, 2)
+    its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    extra = checkpoint.load(back, other, its_optimizer)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.state["pair"][0], torch.ones(3))
+    assert its_optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(extra["extra"]["random"], state)
+
+
+def test_an_export_has_no_tensors_of_other_values(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "saved", Stateful(2, 2))
+    assert cli.run("export", [str(path), str(tmp_path / "exported")]) == 0
+    parts = TensorFile(tmp_path / "exported" / "model.safetensors").parts
+    assert parts.keys() == {"weight", "bias"}
+
+
 def test_a_conversion_that_fails_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
