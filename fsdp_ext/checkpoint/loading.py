@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint import state_dicts
@@ -157,14 +159,23 @@ def plan_weights(
         )
     planned: dict[str, Any] = {}
     for name in (name for name in wanted if name in names):
-        if name in other:
+        tree = other.get(name)
+        if name in parts and _is_extra_state(name, wanted[name]):
+            tree = {"tensor": name}
+        if tree is not None or name in other:
             whole = partial(_whole_like, parts)
-            planned[name] = _plan_tree(other[name], whole, parts, reader, stored.path)
+            planned[name] = _plan_tree(tree, whole, parts, reader, stored.path)
         else:
             source, value = aliases.get(name, name), wanted[name]
             _check_fits(name, parts[source][0], value)
             planned[name] = _plan_tensor(source, value, value.dtype, parts, reader)
     return planned, missing
+
+
+def _is_extra_state(name: str, value: Any) -> bool:
+    """Return whether a value is a tensor of ``get_extra_state``, which may get another shape."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_whole and name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:

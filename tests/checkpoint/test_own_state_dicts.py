@@ -89,6 +89,27 @@ def test_weights_and_states_come_back_under_names_that_parameters_do_not_have(
     run_ranks(_come_back, 2, tmp_path)
 
 
+class WithExtra(nn.Linear):
+    """It has a tensor that may get another shape."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(2, 2)
+        self.extra = torch.arange(size)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_a_tensor_of_extra_state_may_have_another_shape(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, WithExtra(5))
+    model = WithExtra(0)
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.extra, torch.arange(5))
+
+
 def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, *trained(NotLoadable, 0, unchanged))
     with pytest.raises(ValueError, match=r"returns 'model\.first\.weight', which its .* Override"):
