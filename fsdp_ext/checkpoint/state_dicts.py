@@ -6,7 +6,7 @@ model, too: weights.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FlatParameter
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.weights import is_wrapped, names_of
+from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
 # - A model
@@ -42,12 +42,24 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
         keys = set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     else:
         keys = model.load_state_dict(weights, strict=False)
-    ignored = getattr(keys, "unexpected_keys", None)  # a user's own method may return nothing
+    unexpected = getattr(keys, "unexpected_keys", None) or ()  # a user's own method may return none
+    # PyTorch's function knows a module that is used in several places under its first name only.
+    again = tuple(_further_prefixes(model))
+    ignored = [name for name in unexpected if not name.startswith(again)]
     if ignored:
         raise ValueError(
             f"the model's state_dict() returns '{ignored[0]}', which its load_state_dict() does "
             "not know. Override both, so that one loads what the other returns."
         )
+
+
+def _further_prefixes(model: nn.Module) -> Iterator[str]:
+    """Yield the prefixes of modules that have come before under another prefix."""
+    seen: set[nn.Module] = set()
+    for prefix, module in modules_of(model):
+        if module in seen and prefix:
+            yield prefix
+        seen.add(module)
 
 
 # - Optimizers

@@ -11,6 +11,7 @@ from support.checkpoints import unchanged
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ext import checkpoint, fully_shard
 
@@ -108,6 +109,18 @@ def test_a_tensor_of_extra_state_may_have_another_shape(tmp_path: Path) -> None:
     model = WithExtra(0)
     checkpoint.load(tmp_path, model)
     assert torch.equal(model.extra, torch.arange(5))
+
+
+def _in_two_places(place: Path) -> None:
+    layer = nn.Linear(2, 2)
+    checkpoint.save(place, nn.Sequential(layer, layer))
+    other = nn.Linear(2, 2)
+    checkpoint.load(place, DistributedDataParallel(nn.Sequential(other, other)))
+    assert torch.equal(other.weight, layer.weight)
+
+
+def test_a_module_may_be_in_two_places_of_a_wrapped_model(tmp_path: Path) -> None:
+    run_ranks(_in_two_places, 1, tmp_path)
 
 
 def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> None:
