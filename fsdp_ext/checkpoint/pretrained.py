@@ -99,7 +99,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         file_of = json.loads(path.read_bytes())["weight_map"]
         items = [(str(name), str(file)) for name, file in file_of.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be understood ({type(error).__name__}: {error}). Copy it again."
         ) from error

@@ -151,7 +151,7 @@ class Checkpoint:
             index = json.loads(text)
             content, expected = index["content"], index["checksum"]
             is_whole = digest(content) == expected
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedFileError(f"{path} is damaged: it cannot be parsed ({error}).") from error
         if not is_whole:
             raise DamagedFileError(f"{path} is damaged: its checksum differs.")
@@ -179,7 +179,7 @@ def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
     """Decode what a file has beside tensors."""
     try:
         return decode(tree, tensor_of)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(
             f"{path} has metadata that cannot be understood ({error})."
         ) from error

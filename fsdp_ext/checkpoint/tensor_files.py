@@ -383,7 +383,7 @@ class TensorFile:
                 name: _part(start, entry, ours.get("parts", {}).get(name))
                 for name, entry in entries.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._fail(f"has a header that cannot be understood ({error})", error)
         self._check_places(parts, start)
         return parts, ours.get("tree")

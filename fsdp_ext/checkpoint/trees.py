@@ -64,7 +64,14 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {name: [inner(i, item) for i, item in enumerate(value)]}
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray:
-        return {"array": put(torch.from_numpy(value.copy()))}
+        try:
+            tensor = torch.from_numpy(value.copy())
+        except (TypeError, ValueError) as error:  # such as for strings
+            raise TypeError(
+                f"{path} is a NumPy array of {value.dtype}, which cannot be saved. Use an array of "
+                "numbers that a tensor can have, in this machine's byte order."
+            ) from error
+        return {"array": put(tensor)}
     raise TypeError(f"{path} is of type {kind.__name__}, which cannot be saved. Use {_KINDS}.")
 
 

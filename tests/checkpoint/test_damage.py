@@ -209,6 +209,12 @@ def test_an_index_that_names_a_file_elsewhere(copy: Path) -> None:
         checkpoint.load(copy, *made())
 
 
+def test_an_index_that_is_nested_too_deeply(copy: Path) -> None:
+    (copy / "index.json").write_text("[" * 100_000)
+    with pytest.raises(checkpoint.DamagedFileError, match=r"index.json is damaged"):
+        checkpoint.load(copy, *made())
+
+
 def test_a_checkpoint_of_a_newer_format(copy: Path) -> None:
     rewrite_index(copy, lambda content: content.update(format=2, fsdp_ext="9.9"))
     with pytest.raises(ValueError, match=r"has format 2, written by fsdp_ext 9\.9, and this"):
@@ -377,6 +383,12 @@ def test_values_that_would_need_pickle_are_refused(tmp_path: Path, value: Any, n
     with pytest.raises(TypeError, match=f"{name}, which cannot be saved. Use numbers"):
         checkpoint.save(tmp_path, nn.Linear(1, 1), extra=value)
     assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("array", [numpy.array(["a"]), numpy.arange(2, dtype=">i4")])
+def test_arrays_that_no_tensor_can_have_are_named(tmp_path: Path, array: Any) -> None:
+    with pytest.raises(TypeError, match=r"extra/x is a NumPy array of .*, which cannot be saved"):
+        checkpoint.save(tmp_path, nn.Linear(1, 1), extra={"x": array})
 
 
 def test_tensors_that_cannot_be_saved(tmp_path: Path) -> None:
