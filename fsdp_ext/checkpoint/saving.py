@@ -132,16 +132,15 @@ def _wrong_count(found: int, expected: int) -> str:
 
 
 def _check_states(states: Sequence[dict[str, str]]) -> None:
-    """Raise ValueError if a state that is no DTensor differs between ranks."""
+    """Raise ValueError if a result of checksums_of_whole_states differs between ranks."""
     known: dict[str, tuple[str, int]] = {}
     for rank, of_rank in enumerate(states):
         for name, found in of_rank.items():
             expected, first = known.setdefault(name, (found, rank))
             if found != expected:
                 raise ValueError(
-                    f"the optimizer's state '{name}' is no DTensor, and ranks {first} and {rank} "
-                    "have different values of it. Save these states in extra, where each rank "
-                    "saves its own."
+                    f"the optimizers of ranks {first} and {rank} differ in {name}. Make that "
+                    "equal, or save it in extra, where each rank saves its own."
                 )
 
 

@@ -172,17 +172,24 @@ class Snapshot:
         return digest([names, self.elements])
 
     def checksums_of_whole_states(self) -> dict[str, str]:
-        """Return checksums of the optimizer's states that are no DTensors, if the model has some.
+        """Return checksums of what ranks' optimizers have to have alike, if the model is sharded.
 
-        Such a state may differ between ranks, for example if an optimizer makes it from the rank's
-        shard.
+        These are states that are no DTensors, and options. They may differ, for example if an
+        optimizer makes a state from the rank's shard.
         """
-        boxes = self.kinds["optimizer"].boxes if self.mesh and "optimizer" in self.kinds else {}
-        checksums = {}
-        for name, box in sorted(boxes.items()):
+        if not self.mesh or "optimizer" not in self.kinds:
+            return {}
+        optimizer = self.kinds["optimizer"]
+        checksums = {
+            f"the options of group {number}": digest(group["options"])
+            for number, group in enumerate(optimizer.tree["groups"])
+        }
+        for name, states in optimizer.tree["state"].items():
+            checksums[f"the state of '{name}' beside tensors"] = digest(states)
+        for name, box in sorted(optimizer.boxes.items()):
             if not box.is_sharded:
                 host = resolved(box.tensor).cpu()
-                checksums[name] = checksum(memory_of(host))
+                checksums[f"the state '{name}', which is no DTensor"] = checksum(memory_of(host))
         return checksums
 
     def copied(self, memory: torch.Tensor) -> Snapshot:
