@@ -51,7 +51,7 @@ class Ranks:
         size: the number of ranks.
 
     Raises:
-        TypeError: if the group is none.
+        TypeError: if the group is none, or the timeout no timedelta.
         ValueError: if the group has no store, or this process is not in it.
     """
 
@@ -69,6 +69,8 @@ class Ranks:
                 f"checkpoints got process_group={group!r}. Pass a ProcessGroup, or None for all "
                 "ranks."
             )
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"checkpoints got timeout={timeout!r}. Pass a datetime.timedelta.")
         self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None

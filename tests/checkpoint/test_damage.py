@@ -512,10 +512,20 @@ def _states_of_ranks_differ(place: Path) -> None:
     optimizer = KeepsLargest(model.parameters(), lr=0.1)
     optimizer.step()
     kind = ValueError if dist.get_rank() == 0 else checkpoint.OtherRanksError
-    with pytest.raises(kind, match=r"/largest' is no DTensor, and ranks 0 and 1 have different"):
+    different = "optimizers of ranks 0 and 1 differ in the "
+    with pytest.raises(kind, match=rf"{different}state '.*/largest', which is no DTensor"):
         checkpoint.save(place, model, optimizer)
     optimizer.of_all = True
     optimizer.step()
+    state, group = optimizer.state[model.first.weight], optimizer.param_groups[0]
+    state["count"] = dist.get_rank()
+    with pytest.raises(kind, match=rf"{different}state of 'first.weight' beside tensors"):
+        checkpoint.save(place, model, optimizer)
+    state["count"] = 3
+    group["lr"] = 0.1 + dist.get_rank()
+    with pytest.raises(kind, match=rf"{different}options of group 0"):
+        checkpoint.save(place, model, optimizer)
+    group["lr"] = 0.1
     checkpoint.save(place, model, optimizer)
     optimizer.state.clear()
     checkpoint.load(place, model, optimizer)
@@ -532,6 +542,8 @@ def _groups_are_checked(place: Path) -> None:
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="process_group= without rank 1"):
             checkpoint.save(place, Net(), process_group=group)
+    with pytest.raises(TypeError, match="timeout=60"):
+        checkpoint.save(place, Net(), timeout=60)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="process_group=5"):
         checkpoint.load(place, Net(), process_group=5)  # type: ignore[arg-type]
 
