@@ -112,7 +112,7 @@ def write_files(
         files = _files(parts, _bytes_of(max_shard_size))
         if ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            _remove(directory, f"*{_PARTIAL}")
+            _remove(directory, f"model*.safetensors{_PARTIAL}", f"config{_PARTIAL}")
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
 
