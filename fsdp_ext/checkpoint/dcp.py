@@ -34,7 +34,8 @@ def from_dcp(source: Path, directory: Path) -> Path:
 
     In the dict that was passed to ``dcp.save``, an entry with "param_groups" is the optimizer's.
     The model's is "model", or else an entry that is a dict of tensors. The others become ``extra``.
-    If all entries are tensors, the dict itself is the model's.
+    An only one that is named "extra", as :func:`to_dcp` writes it, is ``extra`` itself. If all
+    entries are tensors, the dict itself is the model's.
 
     Args:
         source: its directory. Parts of it are unpickled, so it has to be trusted.
@@ -65,7 +66,8 @@ def from_dcp(source: Path, directory: Path) -> Path:
         named = {"state": state.get("state", {}), "groups": groups}
         contents["optimizer"] = content_of_optimizer(named)
     if names["extra"]:
-        contents["extra"] = content_of_extra({name: saved[name] for name in names["extra"]})
+        extra = {name: saved[name] for name in names["extra"]}
+        contents["extra"] = content_of_extra(extra["extra"] if [*extra] == ["extra"] else extra)
     return write_checkpoint(directory, contents)
 
 

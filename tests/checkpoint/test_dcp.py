@@ -93,7 +93,7 @@ def test_what_was_converted_can_be_converted_back(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.state["pair"][0], torch.ones(3))
     assert its_optimizer.param_groups[0]["lr"] == 0.5
-    assert torch.equal(extra["extra"]["random"], state)
+    assert torch.equal(extra["random"], state)
 
 
 def test_an_export_has_no_tensors_of_other_values(tmp_path: Path) -> None:
