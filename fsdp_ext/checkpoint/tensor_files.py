@@ -426,6 +426,6 @@ def _part(start: int, entry: Any, ours: Any) -> Part:
 
 def _sizes(values: Sequence[Any] | Iterable[Any]) -> tuple[int, ...]:
     sizes = tuple(values)
-    if any(type(size) is not int or size < 0 for size in sizes):
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
         raise ValueError(f"sizes {sizes}")
     return sizes
