@@ -115,10 +115,10 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   for (const auto& other : units_) {
     other->carry_gradient_settings();
   }
+  recover();  // first, because a parameter frozen since may have had to wait for what this drops
   if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
     return false;
   }
-  recover();
   for (const auto& other : units_) {
     other->reset_pending();
     other->reclaim_memory();
@@ -310,7 +310,7 @@ void TorchRoot::reset_iteration() {
 }
 
 void TorchRoot::recover() {
-  if (passes().is_between()) {
+  if (passes().is_between() || pipeline_ == nullptr) {
     return;
   }
   for (const auto& unit : units_) {

@@ -219,3 +219,25 @@ def _finalized() -> None:
 
 def test_finalize_backward_reduces_what_was_there_before_a_forward_failed() -> None:
     run_ranks(_finalized, 2)
+
+
+def _frozen_before_the_failure() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    run_backward(model, 0)
+    freeze(model)  # takes effect when what was accumulated is reduced, or else dropped
+    run_backward(model, 0, "backward")
+    model.set_requires_gradient_sync(True)
+    args, _ = model.batch(torch.Generator().manual_seed(1))
+    with pytest.warns(UserWarning, match="had accumulated were dropped"):
+        outputs = model(*args), model(*args)
+    sum(model.loss(output) for output in outputs).backward()
+    got = gradients_of(model)
+    assert "stem.bias" not in got
+    run_backward(model, 1)
+    twice = gradients_of(model)
+    assert all(torch.allclose(1.5 * gradient, twice[name]) for name, gradient in got.items())
+
+
+def test_a_parameter_that_was_frozen_before_a_failure_stays_frozen() -> None:
+    run_ranks(_frozen_before_the_failure, 2)
