@@ -140,13 +140,11 @@ void register_nccl(py::module_& m) {
       py::arg("libraries"));
 }
 
-}  // namespace
+using LanesClass = py::class_<Lanes, std::shared_ptr<Lanes>>;
 
-void register_lanes(py::module_& m) {
-  register_flights(m);
-  py::class_<Lanes, std::shared_ptr<Lanes>> lanes_class(m, "Lanes");
-  const auto trait = [&lanes_class](const char* name, auto field) {
-    lanes_class.def_property_readonly(
+void register_traits(LanesClass& bound) {
+  const auto trait = [&bound](const char* name, auto field) {
+    bound.def_property_readonly(
         name, [field](Lanes& lanes) { return lanes.gather.communicator().traits().*field; });
   };
   trait("transport", &TransportTraits::name);
@@ -156,7 +154,10 @@ void register_lanes(py::module_& m) {
   trait("sums_in_rank_order", &TransportTraits::sums_in_rank_order);
   trait("flight_backend", &TransportTraits::flight_backend);
   trait("hosts", &TransportTraits::hosts);
-  lanes_class
+}
+
+void register_transports(LanesClass& bound) {
+  bound
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
@@ -242,10 +243,11 @@ void register_lanes(py::module_& m) {
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
           py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("pack_multiprocessors"), py::arg("moves_memory"), py::arg("timeout"))
-      .def_property_readonly("flights", [](Lanes& lanes) { return lanes.flights; })
-      .def_property_readonly("message_staging_bytes",
-                             [](Lanes& lanes) { return message_staging_bytes(lanes); })
+          py::arg("pack_multiprocessors"), py::arg("moves_memory"), py::arg("timeout"));
+}
+
+void register_groups(LanesClass& bound) {
+  bound
       .def(
           "add_group",
           [](Lanes& lanes, const std::shared_ptr<Lanes>& group) { lanes.groups.push_back(group); },
@@ -268,7 +270,13 @@ void register_lanes(py::module_& m) {
             }
             return std::nullopt;
           },
-          py::arg("ranks"))
+          py::arg("ranks"));
+}
+
+void register_use(LanesClass& bound) {
+  bound.def_property_readonly("flights", [](Lanes& lanes) { return lanes.flights; })
+      .def_property_readonly("message_staging_bytes",
+                             [](Lanes& lanes) { return message_staging_bytes(lanes); })
       .def("check",
            [](Lanes& lanes) {
              try {
@@ -305,6 +313,17 @@ void register_lanes(py::module_& m) {
             return lane_buffer(lanes, bytes, lane, BufferUse::Output);
           },
           py::arg("bytes"), py::arg("lane") = "gather");
+}
+
+}  // namespace
+
+void register_lanes(py::module_& m) {
+  register_flights(m);
+  LanesClass bound(m, "Lanes");
+  register_traits(bound);
+  register_transports(bound);
+  register_groups(bound);
+  register_use(bound);
   register_shared_memory(m);
   register_processes(m);
   register_nccl(m);

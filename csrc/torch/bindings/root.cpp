@@ -196,42 +196,27 @@ auto as_owner(void (Pipeline::*method)(int unit)) {
   };
 }
 
-}  // namespace
+using RootClass = py::class_<TorchRoot, std::shared_ptr<TorchRoot>>;
 
-void register_root(py::module_& m) {
-  py::class_<StepChecks, std::shared_ptr<StepChecks>>(m, "StepChecks")
-      .def(py::init<std::int64_t, py::object>(), py::kw_only(), py::arg("every"),
-           py::arg("compare"))
-      .def_property_readonly("step", &StepChecks::step);
-  py::class_<TorchRoot, std::shared_ptr<TorchRoot>>(m, "TorchRoot")
-      .def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
-                       int prefetch_depth, int nesting, bool has_peers, bool check_order,
-                       bool keeps_gather_inputs, py::object when_stale,
-                       std::shared_ptr<StepChecks> checks) {
-             return std::make_shared<TorchRoot>(std::move(lanes), std::move(replicas),
-                                                PipelineOptions{prefetch_depth, nesting, has_peers,
-                                                                check_order, keeps_gather_inputs},
-                                                std::move(when_stale), std::move(checks));
-           }),
-           py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
-           py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
-           py::arg("keeps_gather_inputs"), py::arg("when_stale"), py::arg("checks"))
-      .def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
+void register_lifecycle(RootClass& bound) {
+  bound.def("add_unit", &TorchRoot::add_unit, py::arg("unit"), py::arg("config"))
       .def("phase", &phase)
       .def("reset_iteration", as_owner(&TorchRoot::reset_iteration))
       .def("recover", as_owner(&TorchRoot::recover))
-      .def("reduce_accumulated", as_owner(&TorchRoot::reduce_accumulated))
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
-      .def("unshard", as_owner(&TorchRoot::unshard))
-      .def("prefetch_next_forward", as_owner(&TorchRoot::prefetch_next_forward))
       .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)
       .def("abandon_forward",
-           [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); })
+           [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); });
+}
+
+void register_schedule(RootClass& bound) {
+  bound.def("unshard", as_owner(&TorchRoot::unshard))
       .def("wait_for_unshard", as_owner(&Pipeline::wait_for_unshard))
       .def("reshard", as_owner(&Pipeline::reshard))
+      .def("prefetch_next_forward", as_owner(&TorchRoot::prefetch_next_forward))
       .def("invalidate",
            [](TorchRoot& root, int unit) {
              const UseOfRoot use(root);
@@ -239,12 +224,15 @@ void register_root(py::module_& m) {
                root.pipeline().gatherer().invalidate(*bucket);
              }
            })
-      .def("form_buckets",
-           [](TorchRoot& root) {
-             const UseOfRoot use(root);
-             const py::gil_scoped_release no_gil;  // it waits for the lanes
-             root.pipeline().form_buckets();
-           })
+      .def("form_buckets", [](TorchRoot& root) {
+        const UseOfRoot use(root);
+        const py::gil_scoped_release no_gil;  // it waits for the lanes
+        root.pipeline().form_buckets();
+      });
+}
+
+void register_gradients(RootClass& bound) {
+  bound.def("reduce_accumulated", as_owner(&TorchRoot::reduce_accumulated))
       .def("units_with_nonfinite",
            [](TorchRoot& root) {
              const UseOfRoot use(root);
@@ -275,13 +263,6 @@ void register_root(py::module_& m) {
            [](TorchRoot& root, int unit) {
              return root.pipeline().unit(unit).gradients.awaits_reduction();
            })
-      .def("reduce_dtype_of",
-           [](TorchRoot& root, int unit) {
-             return to_scalar_type(root.pipeline().unit(unit).layout.reduce_dtype());
-           })
-      .def("layout_of", [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; })
-      .def("pre_scale",
-           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pre_scale; })
       .def("has_unreduced", &has_unreduced)
       .def("shown",
            [](TorchRoot& root, std::size_t unit) {
@@ -293,12 +274,31 @@ void register_root(py::module_& m) {
              }
              return result;
            })
-      .def("adopt_shown",
-           [](TorchRoot& root, std::size_t unit, std::size_t trainable,
-              const std::optional<at::Tensor>& put_aside) {
-             root.units().at(unit)->shown_gradients().adopt(
-                 trainable, {true, put_aside.value_or(at::Tensor())});
+      .def("adopt_shown", [](TorchRoot& root, std::size_t unit, std::size_t trainable,
+                             const std::optional<at::Tensor>& put_aside) {
+        root.units().at(unit)->shown_gradients().adopt(trainable,
+                                                       {true, put_aside.value_or(at::Tensor())});
+      });
+}
+
+void register_settings(RootClass& bound) {
+  bound.def("apply", &TorchRoot::apply, py::arg("unit"), py::arg("settings"))
+      .def("set_prefetch_depth",
+           [](TorchRoot& root, int depth) { root.pipeline().options().prefetch_depth = depth; })
+      .def("set_is_last_backward",
+           [](TorchRoot& root, bool value) { root.pipeline().options().is_last_backward = value; })
+      .def("pre_scale",
+           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pre_scale; })
+      .def("reduce_dtype_of",
+           [](TorchRoot& root, int unit) {
+             return to_scalar_type(root.pipeline().unit(unit).layout.reduce_dtype());
            })
+      .def("layout_of",
+           [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; });
+}
+
+void register_measurements(RootClass& bound) {
+  bound
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;
@@ -315,17 +315,39 @@ void register_root(py::module_& m) {
              }
              return result;
            })
-      .def("apply", &TorchRoot::apply, py::arg("unit"), py::arg("settings"))
-      .def("set_prefetch_depth",
-           [](TorchRoot& root, int depth) { root.pipeline().options().prefetch_depth = depth; })
-      .def("set_is_last_backward",
-           [](TorchRoot& root, bool value) { root.pipeline().options().is_last_backward = value; })
       .def("keep_times", &keep_times, py::arg("iterations"))
       .def("take_times", &take_times)
       .def("begin_step", [](TorchRoot& root) { root.pipeline().ledger().begin_step(); })
       .def("end_step", [](TorchRoot& root) { root.pipeline().ledger().end_step(); })
       .def("memory", &memory_of)
       .def("all_gather", &all_gather, py::arg("what"), py::arg("mine"));
+}
+
+}  // namespace
+
+void register_root(py::module_& m) {
+  py::class_<StepChecks, std::shared_ptr<StepChecks>>(m, "StepChecks")
+      .def(py::init<std::int64_t, py::object>(), py::kw_only(), py::arg("every"),
+           py::arg("compare"))
+      .def_property_readonly("step", &StepChecks::step);
+  RootClass bound(m, "TorchRoot");
+  bound.def(
+      py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, int prefetch_depth,
+                  int nesting, bool has_peers, bool check_order, bool keeps_gather_inputs,
+                  py::object when_stale, std::shared_ptr<StepChecks> checks) {
+        return std::make_shared<TorchRoot>(
+            std::move(lanes), std::move(replicas),
+            PipelineOptions{prefetch_depth, nesting, has_peers, check_order, keeps_gather_inputs},
+            std::move(when_stale), std::move(checks));
+      }),
+      py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
+      py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
+      py::arg("keeps_gather_inputs"), py::arg("when_stale"), py::arg("checks"));
+  register_lifecycle(bound);
+  register_schedule(bound);
+  register_gradients(bound);
+  register_settings(bound);
+  register_measurements(bound);
 }
 
 }  // namespace fsdp

@@ -9,6 +9,21 @@
 namespace py = pybind11;
 
 namespace fsdp {
+namespace {
+
+// An optimizer's checks, and what it tells the units.
+void register_steps(py::module_& m) {
+  m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
+  m.def("has_items", &has_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
+  m.def("have_entries", &have_entries, py::arg("dicts"), py::arg("names"), py::arg("values"));
+  m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
+  m.def("total_length", &total_length, py::arg("dicts"));
+  m.def("addresses_of", &addresses_of, py::arg("tensors"));
+  m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
+}
+
+}  // namespace
 
 void register_unit(py::module_& m) {
   py::class_<FlatTensor>(m, "FlatTensor")
@@ -67,14 +82,7 @@ void register_unit(py::module_& m) {
       .def("begin_skip", &TorchUnit::begin_skip)
       .def("end_skip", &TorchUnit::end_skip)
       .def_property_readonly("layout", &TorchUnit::layout);
-  m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
-  m.def("has_items", &has_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
-  m.def("have_entries", &have_entries, py::arg("dicts"), py::arg("names"), py::arg("values"));
-  m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
-  m.def("total_length", &total_length, py::arg("dicts"));
-  m.def("addresses_of", &addresses_of, py::arg("tensors"));
-  m.def("note_optimizer_step", &note_optimizer_step);
-  m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
+  register_steps(m);
   m.def("note_exit", &note_exit);
   m.def("any_unit_shows_gradients", &any_unit_shows_gradients);
   m.def("note_module_change", &note_module_change);
