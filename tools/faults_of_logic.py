@@ -612,7 +612,7 @@ FAULTS = (
     Fault(
         "gradients that come after the update of their unit are accepted",
         f"{CORE}/reduce/reducer_updates.cpp",
-        "!is_updated || !has_gradients(*unit)",
+        "!is_updated || !has_more",
         "true",
         cpp=CPP,
         python=("attached_optimizers",),
