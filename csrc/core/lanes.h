@@ -60,10 +60,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/align.h"
-#include "base/check.h"
 #include "comm/communicator.h"
-#include "comm/messages/message_staging.h"
 #include "core/record/collective_history.h"
 #include "core/record/flight_tape.h"
 #include "device/stream.h"
@@ -95,13 +92,7 @@ class Lane {
   // Sends a few bytes of host memory to all ranks. Errors call it `what`, which must outlive it,
   // and flight records `label`.
   void host_all_gather(const std::string& what, const std::string& label, const void* input,
-                       void* output, std::size_t bytes) {
-    communicator_->announce(what, 0);
-    const std::size_t of_all = bytes * static_cast<std::size_t>(communicator_->size());
-    const InFlight flight(flights(), *stream_, *communicator_,
-                          {Collective::AllGather, Phase::Other, of_all, DType::Bytes}, label);
-    communicator_->host_all_gather(*stream_, input, output, bytes);
-  }
+                       void* output, std::size_t bytes);
 
   // Makes `before` and `after`: Note [pieces].
   void make_copy_streams() {
@@ -159,70 +150,19 @@ class Lane {
     std::size_t bytes;
     std::function<void(std::shared_ptr<void>)> move;
   };
-  void place_in_windows(const std::vector<Movable>& tensors, BufferUse use) {
-    if (registered_ == nullptr || !registered_->can_register() || tensors.empty()) {
-      return;
-    }
-    const auto has_to_move = [this](const Movable& tensor) {
-      return !is_registered(tensor.memory);
-    };
-    const bool any_has_to = std::any_of(tensors.begin(), tensors.end(), has_to_move);
-    if (registered_->most(any_has_to ? 1 : 0) > 0) {
-      for (auto first = tensors.begin(); first != tensors.end();) {
-        first = move_into_a_block(first, tensors.end(), use);
-      }
-    }
-    registered_->free_unused();
-  }
+  void place_in_windows(const std::vector<Movable>& tensors, BufferUse use);
 
   // Waits until no issued work runs any more, because the memory it uses is about to be freed. The
   // wait has no timeout of its own: the backend gives up after its timeout. Errors were thrown to
   // the code that waited for the work.
-  void drain() noexcept {
-    for (Stream* stream : {before_.get(), stream_.get(), after_.get()}) {
-      if (stream != nullptr) {
-        drain(*stream);
-      }
-    }
-  }
+  void drain() noexcept;
 
  private:
-  // The most bytes of a block with several tensors.
-  static constexpr std::size_t kBlockBytes = std::size_t{512} << 20;
-  static constexpr std::size_t kBlockAlignment = 512;
-
   using Movables = std::vector<Movable>::const_iterator;
   // Returns the first tensor that does not fit into the block.
-  Movables move_into_a_block(Movables first, Movables end, BufferUse use) {
-    std::size_t bytes = 0;
-    Movables last = first;
-    do {
-      bytes += align_up(last->bytes, kBlockAlignment);
-      ++last;
-    } while (last != end && bytes + last->bytes <= kBlockBytes);
-    const std::shared_ptr<void> block = registered_->allocate(bytes, use);
-    auto* next = static_cast<char*>(block.get());
-    for (; first != last; ++first) {
-      first->move(std::shared_ptr<void>(block, next));
-      next += align_up(first->bytes, kBlockAlignment);
-    }
-    return last;
-  }
+  Movables move_into_a_block(Movables first, Movables end, BufferUse use);
 
-  void drain(Stream& stream) noexcept {
-    try {
-      stream.record(*drained_);
-      while (!drained_->query()) {
-        try {
-          drained_->synchronize(timeout_, stream.name());
-        } catch (const TimeoutError&) {
-          // The work still runs.
-        }
-      }
-    } catch (const std::exception&) {
-      // The work has failed and ended, or nothing runs on the device any more.
-    }
-  }
+  void drain(Stream& stream) noexcept;
 
   Device& device_;
   std::unique_ptr<Communicator> communicator_;
@@ -255,15 +195,7 @@ struct Lanes {
 
   // The lanes of this rank's smaller group of `ranks` ranks: Note [group shards]. All ranks add
   // them, once for each size.
-  Lanes& group_of(int ranks) const {
-    for (const auto& group : groups) {
-      if (group->gather.communicator().size() == ranks) {
-        return *group;
-      }
-    }
-    throw Error(detail::concat("There are no lanes for groups of ", ranks,
-                               " ranks. Add them before the units that are resharded to them."));
-  }
+  Lanes& group_of(int ranks) const;
   bool has_group_of(int ranks) const {
     return std::any_of(groups.begin(), groups.end(), [ranks](const auto& group) {
       return group->gather.communicator().size() == ranks;
@@ -289,22 +221,8 @@ struct Lanes {
 
 // The memory that the transport keeps for messages in flight: for both lanes, and for the lanes of
 // smaller groups and other meshes.
-inline std::size_t message_staging_bytes(Lanes& lanes) {
-  const Communicator& communicator = lanes.gather.communicator();
-  std::size_t bytes = message_staging_bytes(communicator.traits(), communicator.size());
-  for (const auto& group : lanes.groups) {
-    bytes += message_staging_bytes(*group);
-  }
-  for (const Mesh& mesh : lanes.meshes) {
-    bytes += message_staging_bytes(*mesh.lanes);
-  }
-  return bytes;
-}
+std::size_t message_staging_bytes(Lanes& lanes);
 
-inline Lane& lane_named(Lanes& lanes, const std::string& name) {
-  FSDP_CHECK(name == "gather" || name == "reduce", "There is no lane '", name,
-             "'. The lanes are 'gather' and 'reduce'.");
-  return name == "gather" ? lanes.gather : lanes.reduce;
-}
+Lane& lane_named(Lanes& lanes, const std::string& name);
 
 }  // namespace fsdp

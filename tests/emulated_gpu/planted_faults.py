@@ -56,7 +56,7 @@ FUNCTION = re.compile(
 NO_PLACES = re.compile(
     r"torch/bindings/|"
     r"(comm/messages/composed|device/host_stream|torch/process_group|torch/backend_messages)[.]|"
-    r"core/(lanes.h|record/ledger.cpp|memory/pieces.(cpp|h)) |"
+    r"core/(lanes.(cpp|h)|record/ledger.cpp|memory/pieces.(cpp|h)) |"
     r"device/cuda_stream.cpp (synchronize|query)|"
     r"\breducer_?[.]wait\(|this->synchronize|call_apart"
 )
