@@ -385,7 +385,7 @@ void TorchRoot::reduce_accumulated() {
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;  // as in a backward that autograd runs
   // There may be no buckets yet after parameters were replaced.
-  pipeline_->form_buckets(/*plans_memory=*/true);
+  pipeline_->update_buckets();
   BackwardGraph nothing;
   nothing.is_whole = false;
   begin_backward(/*may_reshard=*/true, nothing);

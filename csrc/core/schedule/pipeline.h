@@ -118,9 +118,10 @@ class Pipeline {
 
   // - The parts of the pipeline.
   Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets if there are none, as the first forward does. With `plans_memory`, also makes
-  // them and their memory as the next forward would.
-  void form_buckets(bool plans_memory = false);
+  // Forms the buckets if there are none, as the first forward does.
+  void form_buckets();
+  // Makes the buckets and their memory as the next forward would.
+  void update_buckets();
   // Empty until buckets are formed.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
   Ledger& ledger() { return ledger_; }

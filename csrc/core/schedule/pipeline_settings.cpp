@@ -52,12 +52,16 @@ void Pipeline::expect_unused(const Unit& unit) {
   backward_order_.set_expected(unit.number, unit.reduces_unused && unit.gradients.count() > 0);
 }
 
-void Pipeline::form_buckets(bool plans_memory) try {
-  if (plans_memory) {
-    bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
-  } else if (!units_.empty() && units_.front()->bucket == nullptr) {
+void Pipeline::form_buckets() try {
+  if (!units_.empty() && units_.front()->bucket == nullptr) {
     bucket_set_.form(forward_order_, reducer_);
   }
+} catch (const Error& error) {
+  fail(error);
+}
+
+void Pipeline::update_buckets() try {
+  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
 } catch (const Error& error) {
   fail(error);
 }
