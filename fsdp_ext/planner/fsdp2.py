@@ -8,7 +8,6 @@ the sum is what torch's allocator counts as allocated, not as reserved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 
 from torch import nn
@@ -59,19 +58,15 @@ def _is_known(unit: PlannedUnit) -> bool:
 # - Sizes of tensors
 
 
-def _shard_numel(unit: PlannedUnit, param: PlannedParam) -> int:
-    """Return the elements of a shard, padded to equal rows (``FSDPParam._init_sharded_param``)."""
-    return math.ceil(param.shape[0] / unit.world_size) * param.shape[1:].numel()
-
-
 def _shard_bytes(unit: PlannedUnit, param: PlannedParam) -> int:
-    return _shard_numel(unit, param) * param.dtype.itemsize
+    """Return the bytes of a shard, padded to equal rows (``FSDPParam._init_sharded_param``)."""
+    return unit.shard_numel(param) * param.dtype.itemsize
 
 
 def _unit_bytes(unit: PlannedUnit) -> int:
     """Return the bytes of unsharded parameters (``FSDPParam.init_all_gather_outputs``)."""
     of_shard = sum(
-        _shard_numel(unit, param) * unit.compute_dtype(param).itemsize for param in unit.params
+        unit.shard_numel(param) * unit.compute_dtype(param).itemsize for param in unit.params
     )
     return of_shard * unit.world_size
 
@@ -210,7 +205,7 @@ class _Step:
             return
         self._reduced = unit
         reduce_dtype = unit.grad_dtypes()[1]
-        reduced = sum(_shard_numel(unit, param) for param in params) * reduce_dtype.itemsize
+        reduced = sum(unit.shard_numel(param) for param in params) * reduce_dtype.itemsize
         self.hold("reduce-scatter input", unit, reduced * unit.world_size)
         for param in params[:-1]:
             self._free("gradient", param.parameter)

@@ -178,7 +178,7 @@ def memory_of(
     """Return the memory of the first rank."""
     shards, states, on_host = 0, 0, 0
     for unit, layout in zip(root.units, root.layouts, strict=True):
-        of_states = optimizer_states * _trained_bytes(unit, layout)
+        of_states = optimizer_states * _trained_bytes(unit)
         if unit.settings.offloads:
             on_host += layout.shard_bytes + layout.gradient_bytes + of_states
         else:
@@ -222,10 +222,8 @@ def _gradients(root: PlannedRoot, found: _C.MemoryPlan, *, lends: bool) -> int:
     return staying + max((sum(pair) for pair in pairwise(updated)), default=0)
 
 
-def _trained_bytes(unit: PlannedUnit, layout: _C.UnitLayout) -> int:
-    """Return the bytes of the rows that the first rank trains."""
+def _trained_bytes(unit: PlannedUnit) -> int:
+    """Return the bytes that the first rank trains."""
     return sum(
-        layout.row_count(i, 0) * param.shape[1:].numel() * param.dtype.itemsize
-        for i, param in enumerate(unit.params)
-        if param.is_trained
+        unit.shard_numel(param) * param.dtype.itemsize for param in unit.params if param.is_trained
     )

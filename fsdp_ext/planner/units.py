@@ -7,6 +7,7 @@ The rules are those of training: ``sharding/params/param_group.py`` and
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from fsdp_ext.optim.attached import frees_gradients
 from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.api.arguments import check_containers, check_modules
 from fsdp_ext.sharding.params.dtensors import part_of_this_rank
+from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.params.ownership import (
     check_parameter,
@@ -122,19 +124,30 @@ class PlannedUnit(ParamGroup):
     def like(
         cls, unit: Unit, ranks: PlannedRanks, copies: dict[nn.Module, nn.Module]
     ) -> PlannedUnit:
-        """Return the planned counterpart of a real ``unit`` on ``ranks``."""
+        """Return the planned counterpart of a real ``unit`` on ``ranks``.
+
+        Raises:
+            NotImplementedError: if the ranks cannot share a parameter's dimension equally.
+        """
         params: list[PlannedParam] = []
         for param in unit.params:
             module, name = param.attributes[0]
             parameter = cast(nn.Parameter, copies[module]._parameters[name])
+            _check_even(param, ranks)
             parameter.requires_grad_(param.requires_grad)
-            params.append(PlannedParam(param.name, parameter, param.keeps_dtype))
+            params.append(PlannedParam(param.name, parameter, param.keeps_dtype, param.shard_dim))
         self = cls(unit.name, params, ranks, unit.settings)
         self.is_sharded_by_rows = all(param.shard_dim == 0 for param in unit.params)
         self.frees_gradients = frees_gradients(unit)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
         return self
+
+    def shard_numel(self, param: PlannedParam) -> int:
+        """Return the elements of the first rank's shard of ``param``, the largest one."""
+        shape = list(param.shape)
+        shape[param.shard_dim] = math.ceil(shape[param.shard_dim] / self.world_size)
+        return math.prod(shape)
 
 
 class Moment(NamedTuple):
@@ -238,7 +251,8 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
 
     Raises:
         ValueError: if ``fully_shard`` was applied to a part of the model only.
-        NotImplementedError: if the class of a parameter says how it is gathered.
+        NotImplementedError: if the class of a parameter says how it is gathered, or the ranks
+            cannot share a parameter's dimension equally.
     """
     _refuse_extensions(model)
     units = units_below(model)
@@ -278,6 +292,16 @@ def units_of_plain(
         if module is model or module in chosen:
             _shard(copies[module], ranks, settings)
     return copied
+
+
+def _check_even(param: ShardedParam, ranks: PlannedRanks) -> None:
+    size = param.shape[param.shard_dim]
+    if param.shard_dim > 0 and size % ranks.shards != 0:
+        raise NotImplementedError(
+            f"plan got {ranks.shards} ranks that share the model, but parameter '{param.name}' is "
+            f"sharded in dimension {param.shard_dim}, which has size {size}. Pass a number that "
+            "divides it."
+        )
 
 
 def _refuse_extensions(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
@@ -225,6 +226,38 @@ def _trains_as_planned_with_replicas(settings: str, transport: str | None) -> No
 )
 def test_two_sets_of_two_ranks_have_what_was_planned(settings: str, transport: str | None) -> None:
     run_ranks(_trains_as_planned_with_replicas, 4, settings, transport)
+
+
+class FewRows(models.Subject):
+    """Weights with more columns than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(models.DIM, 3)
+        self.wide = nn.Linear(3, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x))
+
+
+def _sharded_by_columns() -> None:
+    dist.destroy_process_group()
+    ranks = models.DIM // 2
+
+    def columns(parameter: Tensor) -> Shard | None:
+        return Shard(1) if parameter.shape[1:] == (models.DIM,) else None
+
+    model: Any = FewRows()
+    fully_shard(model, transport=Simulated(ranks, FAST), shard_placement_fn=columns)
+    planned = plan(model)
+    assert planned.memory.shards < plan(FewRows(), ranks, device_type="cpu").memory.shards
+    expect_as_planned(model, train(model), planned)
+    with pytest.raises(NotImplementedError, match="weight' is sharded in dimension 1,"):
+        plan(model, 3)
+
+
+def test_parameters_that_are_sharded_by_columns_have_what_was_planned() -> None:
+    run_ranks(_sharded_by_columns, 1)
 
 
 def _another_world_size() -> None:
