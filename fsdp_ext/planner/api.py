@@ -120,8 +120,9 @@ def plan(
     Raises:
         TypeError: if an argument has the wrong type.
         NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
-            units have several meshes, or if a parameter has ``fsdp_pre_all_gather`` or is a DTensor
-            of tensor parallelism.
+            units have several meshes, if a parameter has ``fsdp_pre_all_gather``, if tensor
+            parallelism has split one and a batch is passed or the model is plain, or if ranks
+            cannot share a parameter's dimension equally.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """
@@ -162,6 +163,7 @@ def plan(
     root = PlannedRoot(copied, typical, decision, **given)
     arguments.check_groups(root.units)
     arguments.set_attached(root.units, optimizer_attached)
+    arguments.check_batch(root.units, batch)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
     seconds: Sequence[UnitSeconds] | None = None
     if flops is not None and flops_per_second is not None:

@@ -261,6 +261,16 @@ def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
         unit.is_attached = unit.frees_gradients = asked
 
 
+def check_batch(units: Sequence[PlannedUnit], batch: Any) -> None:
+    """Raise NotImplementedError if a batch is to be counted with a part of each parameter."""
+    split = [param.name for unit in units for param in unit.params if param.is_split]
+    if batch is not None and split:
+        raise NotImplementedError(
+            f"plan cannot count flops under tensor parallelism yet, which has split '{split[0]}'. "
+            "Leave out batch, or pass compute instead."
+        )
+
+
 def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) -> None:
     """Check that times can be predicted.
 

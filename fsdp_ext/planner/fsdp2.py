@@ -29,7 +29,7 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         The bytes on the device, or None where the walk does not know FSDP2's rules: if one rank has
         whole parameters, with calls of ``set_modules_to_forward_prefetch`` and the like, for units
         that skip a reshard or an unshard in backward, and for parameters that are sharded in
-        another dimension than 0.
+        another dimension than 0 or split by tensor parallelism.
     """
     if not all(_is_known(unit) for unit in root.units):
         return None
@@ -52,7 +52,8 @@ def _is_known(unit: PlannedUnit) -> bool:
     asked = unit.settings
     has_lists = bool(unit.forward_prefetch or unit.backward_prefetch)
     is_usual = asked.reshard_after_backward and asked.unshard_in_backward
-    return unit.world_size > 1 and unit.is_sharded_by_rows and is_usual and not has_lists
+    has_rows = all(param.shard_dim == 0 and not param.is_split for param in unit.params)
+    return unit.world_size > 1 and has_rows and is_usual and not has_lists
 
 
 # - Sizes of tensors

@@ -17,7 +17,8 @@ class PlannedUnitSizes:
 
     Args:
         name: the unit's name.
-        parameters: elements of its whole parameters.
+        parameters: elements of its whole parameters, or of the parts that tensor parallelism has
+            given to this rank.
         trainable: elements of those that are trained.
         shard: bytes of each rank's shard.
         padding: bytes of all shards together that hold no parameter.

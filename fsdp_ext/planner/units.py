@@ -69,6 +69,7 @@ class PlannedParam:
     Args:
         name: its name, from the root of the copy.
         parameter: the whole parameter of the copy.
+        shape: its shape, or that of the part that tensor parallelism has given to this rank.
         keeps_dtype: whether it would be computed with in its own dtype.
         shard_dim: the dimension that ranks share.
         is_gathered: whether its rows are gathered unchanged.
@@ -76,14 +77,10 @@ class PlannedParam:
 
     name: str
     parameter: nn.Parameter
+    shape: torch.Size
     keeps_dtype: bool
     shard_dim: int = 0
     is_gathered: bool = True
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
-        return self.parameter.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,6 +91,11 @@ class PlannedParam:
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype that the user wants for its gradients; None if that is its own."""
         return own_grad_dtype(self.parameter)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism has split it."""
+        return self.shape != self.parameter.shape
 
     @property
     def is_trained(self) -> bool:
@@ -115,7 +117,6 @@ class PlannedUnit(ParamGroup):
         self, name: str, params: Sequence[PlannedParam], ranks: PlannedRanks, settings: UnitSettings
     ) -> None:
         super().__init__(name, ranks.shards, settings, ranks.replicas)
-        self.is_sharded_by_rows = True
         # Whether an attached optimizer steps it in backward, and leaves none of its gradients.
         self.is_attached = self.frees_gradients = settings.update is not None
         self.params: list[PlannedParam] = [params[index] for index in self._layout_order(params)]
@@ -135,9 +136,10 @@ class PlannedUnit(ParamGroup):
             parameter = cast(nn.Parameter, copies[module]._parameters[name])
             _check_even(param, ranks)
             parameter.requires_grad_(param.requires_grad)
-            params.append(PlannedParam(param.name, parameter, param.keeps_dtype, param.shard_dim))
+            params.append(
+                PlannedParam(param.name, parameter, param.shape, param.keeps_dtype, param.shard_dim)
+            )
         self = cls(unit.name, params, ranks, unit.settings)
-        self.is_sharded_by_rows = all(param.shard_dim == 0 for param in unit.params)
         self.frees_gradients = frees_gradients(unit)
         self.forward_prefetch = unit.forward_prefetch
         self.backward_prefetch = unit.backward_prefetch
@@ -371,10 +373,10 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
         check_parameter(param_name, param, torch.device("meta"))
         if isinstance(param, DTensor):
             raise NotImplementedError(
-                f"plan does not support tensor parallelism yet, and parameter '{param_name}' is a "
-                "DTensor. Plan the model before parallelize_module."
+                f"plan cannot shard a model with tensor parallelism, and parameter '{param_name}' "
+                "is a DTensor. Plan the model before parallelize_module, or after fully_shard."
             )
         keeps = keeps_dtype(settings.mp_policy, param_name, param)
-        planned.append(PlannedParam(param_name, param, keeps))
+        planned.append(PlannedParam(param_name, param, param.shape, keeps))
         mark_sharded(param, param, param_name, name)
     set_state(module, ModuleState(module, (PlannedUnit(name, planned, ranks, settings),)))

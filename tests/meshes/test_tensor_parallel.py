@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
 from support.parity import EXACT, ROUNDING, Tolerance
+from support.planned import expect_as_planned
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -259,6 +260,24 @@ def _save_and_load(directory: str) -> None:
 
 def test_a_tensor_parallel_model_is_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(_save_and_load, 4, str(tmp_path / "checkpoint"))
+
+
+def _as_planned() -> None:
+    setup = Setup((2, 2), SEQUENCE_PARALLEL, options={"mp_policy": BF16})
+    mesh = setup.mesh()
+    model = setup.model(fsdp_ext.fully_shard, mesh)
+    planned = fsdp_ext.plan(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(setup.batch(mesh, step=0)).float().square().mean().backward()
+    optimizer.step()
+    expect_as_planned(model, optimizer, planned)
+    assert planned.memory.fsdp2_peak is None
+    with pytest.raises(NotImplementedError, match=r"has split 'head\.weight'"):
+        fsdp_ext.plan(model, batch=setup.batch(mesh, step=0))
+
+
+def test_a_tensor_parallel_model_has_what_was_planned() -> None:
+    run_ranks(_as_planned, 4)
 
 
 ONE_MESH = r"'weight' is a DTensor on .*different dimensions of one mesh"
