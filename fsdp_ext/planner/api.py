@@ -104,7 +104,7 @@ def plan(
         optimizer_attached: True or False: whether an attached optimizer of ``fsdp_ext.optim`` steps
             all parameters in backward. None: as the units of a sharded model are set; a plain model
             has none. NCCL's registered gradients, which stay allocated, are not counted.
-        batch: what one rank calls the model with: tensors, a tuple of arguments, or a mapping of
+        batch: what one rank calls the model with: a tensor, a tuple of arguments, or a mapping of
             keywords. It is used to count floating-point operations
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors
             may be on the meta device.

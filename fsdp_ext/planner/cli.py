@@ -49,6 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         model = _model(factory)
         args["units"] = _classes(model, args["units"]) or None
+        args["batch"] = tuple(args["batch"]) if args["batch"] else None
         args["link"] = _link("--link", args["link"])
         args["replica_link"] = _link("--replica-link", args["replica_link"])
         result = plan(model, mp_policy=policy, **args)

@@ -43,11 +43,10 @@ def count_flops(
 
     counter = FlopCounterMode(display=False)
     flops = _FlopsOfUnits(model, counter, units)
-    arguments = tuple(batch) if isinstance(batch, list) else batch
     shapes = tree_map_only(
         Tensor,
         lambda x: torch.empty_like(x, device="meta", requires_grad=x.requires_grad),
-        arguments,
+        batch,
     )
     try:
         with torch.device("meta"), counter, flops.hooks(), flops:

@@ -503,6 +503,15 @@ def test_flops_of_layers_that_share_an_input() -> None:
         assert first_backward == 2 * first_forward - 3 * projection > 0
 
 
+def test_a_list_in_a_batch_is_one_argument() -> None:
+    class Sums(nn.Linear):
+        def forward(self, tensors: list[Tensor]) -> Tensor:
+            return super().forward(tensors[0] + tensors[1])
+
+    (unit,) = plan(Sums(8, 4), 2, batch=[torch.ones(3, 8), torch.ones(3, 8)]).units
+    assert unit.flops == (2 * 3 * 8 * 4, 2 * 3 * 8 * 4)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("of_whole_units", [True, False])
 def test_flops_of_a_checkpoint_are_its_units(reentrant: bool, of_whole_units: bool) -> None:
