@@ -195,14 +195,14 @@ def _model(text: str) -> nn.Module:
 
 def _classes(model: nn.Module, text: str) -> list[type[nn.Module]]:
     asked = [name for name in text.split(",") if name]
-    known = {type(module).__name__: type(module) for module in model.modules()}
+    known = {type(module): type(module).__name__ for module in model.modules()}
     for name in asked:
-        if name not in known:
+        if name not in known.values():
             raise ValueError(
                 f"--units names {name!r}, but the classes of the model's modules are "
-                f"{', '.join(sorted(known))}."
+                f"{', '.join(sorted(set(known.values())))}."
             )
-    return [known[name] for name in asked]
+    return [cls for cls, name in known.items() if name in asked]
 
 
 def _link(option: str, text: str | None) -> Link | str | None:

@@ -763,6 +763,16 @@ def sharded():
         fully_shard(block, transport=transport)
     return fully_shard(model, transport=transport, prefetch=2)
 
+def twins():
+    from torch import nn
+
+    def layer():
+        class Layer(nn.Linear):
+            pass
+        return Layer(4, 4)
+
+    return nn.Sequential(layer(), layer())
+
 number = 3
 """
 
@@ -818,6 +828,13 @@ def test_the_command_plans_a_sharded_model_with_its_own_settings(
     finally:
         dist.destroy_process_group()  # which Simulated has made
     assert "got mp_policy for a model that fully_shard was" in capsys.readouterr().err
+
+
+def test_a_name_of_several_classes_stands_for_all_of_them(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan_factory:twins", "--world-size", "2", "--units", "Layer"]) == 0
+    assert "40 parameters in 3 units" in capsys.readouterr().out
 
 
 def test_the_command_plans_replicas(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
