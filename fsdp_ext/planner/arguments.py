@@ -70,7 +70,7 @@ def check_time_arguments(
     """Check the arguments that predict times.
 
     Raises:
-        TypeError: if ``compute`` is no mapping.
+        TypeError: if ``compute`` is no mapping, or a name in it is no string.
         ValueError: if they contradict each other, do not suffice or are out of range.
     """
     if not is_real(contention) or contention < 0:
@@ -111,6 +111,11 @@ def _check_compute(compute: object) -> None:
             "forward, of backward and, with an attached optimizer, of its update."
         )
     for name, seconds in compute.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"plan got compute with seconds of {name!r}. Pass names of units, as the plan's "
+                "table shows them."
+            )
         if not _are_seconds(seconds, 2) and not _are_seconds(seconds, 3):
             raise ValueError(
                 f"plan got compute with {seconds!r} for {name!r}. Pass the seconds of forward, of "

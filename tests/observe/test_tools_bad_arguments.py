@@ -82,6 +82,7 @@ def of_plans() -> list[Row]:
         *each_of(ValueError, "contention=", (*figures, None), timed("contention")),
         *each_of(ValueError, "copies=", (*figures, None, (1.0,), (-1, 0)), timed("copies")),
         *each_of(TypeError, "compute=", ("x", 2, []), plan("compute")),
+        *each_of(TypeError, "compute with seconds of 0", ({0: (1, 2)},), plan("compute")),
         *each_of(ValueError, "compute", ({"0": 1.0}, {"0": (1, "x")}), plan("compute")),
     ]  # fmt: skip
     for name in ("alpha", "reduce_alpha"):
