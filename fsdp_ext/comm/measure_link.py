@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp_ext import _C
+from fsdp_ext import _C, _build_info
 from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Link
@@ -147,7 +147,8 @@ def run(arguments: Sequence[str]) -> int:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         return subprocess.run(command, check=False, env=environment).returncode
     asked = args.transport or os.environ.get(VARIABLE)
-    on_gpu = asked in OF_GPUS or (not asked and torch.cuda.is_available())
+    has_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+    on_gpu = asked in OF_GPUS or (not asked and has_gpu)
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -191,7 +192,7 @@ def _measure_and_print(
             "residual": {operation: fitted.residual for operation, fitted in fits.items()},
             "torch": torch.__version__,
             "machine": platform.machine(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         }
         link.save(path, measured)
         print(f"wrote {path}: Simulated(world_size={ranks}, link=Link.load({path!r}))")
