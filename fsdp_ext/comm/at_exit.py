@@ -30,7 +30,7 @@ def _is_gloo_running() -> bool:
     """Return whether a worker of gloo runs, or would run if there were a CPU for it."""
     for thread in Path("/proc/self/task").glob("*/stat"):
         try:
-            _, name, rest = thread.read_text().partition(_GLOO_WORKER)
+            _, name, rest = thread.read_text(errors="replace").partition(_GLOO_WORKER)
         except OSError:
             continue  # it has ended
         if name and rest.split()[0] == "R":
