@@ -13,6 +13,7 @@ Sizes are exact, since the run computes layout, buckets and buffers with the sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from fsdp_ext.comm.transports import Transport
 from fsdp_ext.planner import arguments
 from fsdp_ext.planner.arguments import Target
 from fsdp_ext.planner.flops import count_flops
+from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.result import Plan
 from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
 from fsdp_ext.planner.times import StepCosts, UnitSeconds, predict_plan
@@ -191,6 +193,7 @@ def _result(
 ) -> Plan:
     found = find_buckets(root, target.transports, target.device_type)
     within, between = links
+    memory = memory_of(root, found, optimizer_states, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.shards * target.ranks.replicas,
@@ -200,7 +203,7 @@ def _result(
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, found, flops),
         buckets=bucket_sizes(root, found),
-        memory=memory_of(root, found, optimizer_states, target.device_type),
+        memory=replace(memory, fsdp2_peak=fsdp2_peak(root, optimizer_states)),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
         replica_link=between,

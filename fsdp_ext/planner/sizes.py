@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fsdp_ext import _C
-from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.gradients import gradients_in_flight
 from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
 
@@ -176,7 +175,7 @@ def all_reduce_bytes(root: PlannedRoot, bucket: _C.PlannedBucket) -> int:
 def memory_of(
     root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int, device_type: str
 ) -> PlannedMemory:
-    """Return the memory of the first rank."""
+    """Return the memory of the first rank, without FSDP2's peak."""
     shards, states, on_host = 0, 0, 0
     for unit, layout in zip(root.units, root.layouts, strict=True):
         of_states = optimizer_states * _trained_bytes(unit)
@@ -201,7 +200,6 @@ def memory_of(
         gradients_in_flight=gradients_in_flight(root, found),
         message_staging=found["message_staging_bytes"],
         on_host=on_host,
-        fsdp2_peak=fsdp2_peak(root, optimizer_states),
     )
 
 
