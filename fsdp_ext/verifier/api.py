@@ -76,7 +76,8 @@ def verify(
             function of a module that returns whether it becomes one.
         mp_policy: as for ``fully_shard``. The unsharded copy computes in the same dtypes.
         reshard_after_forward: as for ``fully_shard``; of all units.
-        transport: a name, as for ``fully_shard``.
+        transport: a name, as for ``fully_shard``. Without a process group it is only checked, since
+            threads exchange data in this process.
         bucket_bytes: as for ``fully_shard``.
         max_message_bytes: as for ``fully_shard``.
         prefetch: as for ``fully_shard``.
