@@ -170,7 +170,8 @@ class Link:
         """Read a file that ``save`` or ``python -m fsdp_ext measure-link`` has written.
 
         Raises:
-            ValueError: if the file does not contain a link.
+            OSError: if the file cannot be read.
+            ValueError: if it does not contain a link.
         """
         try:
             figures = json.loads(Path(path).read_text(encoding="utf-8"))
