@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
-from fsdp_ext._util.tables import size
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, INFINIBAND_400G_NODES, Link
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import OF_GPUS, Transport
@@ -22,8 +18,6 @@ LAUNCHES = 4
 SHARED_MEMORY = Link("shared memory", alpha=15e-6, beta=17.1e9)
 PROCESS_GROUP = Link("gloo", alpha=300e-6, beta=2.3e9)
 _ON_HOST = {"shared_memory": SHARED_MEMORY, "process_group": PROCESS_GROUP}
-
-_logger = logging.getLogger("fsdp_ext")
 
 
 def typical_link(name: str, transport: Transport, ranks: int) -> Link:
@@ -95,14 +89,3 @@ def default_reduction_bytes(link: Link, ranks: int, replicas: int) -> int:
     """
     wanted = max(16 * link.alpha * link.beta * max(1, ranks * replicas / 64), 256 * 2**20)
     return round(wanted if replicas == 1 else min(wanted, 512 * 2**20))
-
-
-@functools.cache
-def log_default(nbytes: int, link: Link) -> None:
-    """Log the default bucket size, once for each size and link."""
-    _logger.info(
-        "bucket_bytes is %s by default, %d times the bytes that %s carries during a launch",
-        size(nbytes),
-        LAUNCHES,
-        link.name,
-    )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fsdp_ext
-from fsdp_ext.comm import costs, lanes
+from fsdp_ext.comm import lanes
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -138,12 +138,11 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _forget_sharding() -> None:
-    """Forget what fsdp_ext has logged, and the lanes of the call's process groups.
+    """Forget the lanes of the call's process groups.
 
     Raises:
         RuntimeError: something still holds lanes, such as a model that is not freed.
     """
-    costs.log_default.cache_clear()
     # The groups themselves are no measure: torch keeps the first one of a process.
     left = [weakref.ref(one) for of_group in lanes._lanes.values() for one in of_group.values()]
     lanes._lanes.clear()

@@ -14,7 +14,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext._util.transforms import outside_of_transforms
-from fsdp_ext.comm.costs import link_of_buckets, log_default
+from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding.params import module_changes, unreduced
@@ -81,8 +81,6 @@ class Root(UnitTree):
         self.settings = self._resolve()
         if replicas is not None and has_peers(first):
             compare_shard_groups(replicas, self.lanes.transport, self.settings)
-        if first.settings.bucket_bytes is None and first.ranks.rank_in_mesh == 0:
-            log_default(self.settings.bucket_bytes[0], self.link)
         self.mesh_ranks = MeshRanks(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
         self._build()
