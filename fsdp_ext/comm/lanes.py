@@ -23,7 +23,6 @@ from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
 from fsdp_ext.comm.nccl_settings import (
     NcclSettings,
-    check_agreement,
     nccl_host,
     nccl_settings,
     pack_multiprocessors,
@@ -379,7 +378,8 @@ def nccl_lanes(
     mine = f"{settings}\n{nccl_host()}"
     received = rendezvous.exchange("has the id", mine.encode())
     all_settings, _, hosts = zip(*(text.decode().partition("\n") for text in received), strict=True)
-    check_agreement(all_settings, rendezvous.ranks)
+    # NCCL would hang or fail.
+    rendezvous.check_equal(all_settings, "NCCL settings", "Set the variables alike on all ranks.")
     return _C.Lanes.nccl(
         libraries=libraries,
         unique_id=rendezvous.offers[0],

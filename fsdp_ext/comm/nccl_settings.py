@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_ext.comm.rendezvous import machine
@@ -112,24 +111,6 @@ def pack_multiprocessors() -> int:
             "unset it to use all."
         )
     return int(text)
-
-
-def check_agreement(settings: Sequence[str], ranks: Sequence[int]) -> None:
-    """Check that all ranks have the same settings.
-
-    Args:
-        settings: the text of each rank's settings.
-        ranks: the ranks, in the same order.
-
-    Raises:
-        RuntimeError: if two ranks differ. NCCL would hang or fail.
-    """
-    for other, rank in zip(settings, ranks, strict=True):
-        if other != settings[0]:
-            raise RuntimeError(
-                f"rank {ranks[0]} has the NCCL settings {settings[0]} and rank {rank} has {other}. "
-                "Set the variables alike on all ranks."
-            )
 
 
 def _settings_of_lane(variable: str) -> dict[str, int]:

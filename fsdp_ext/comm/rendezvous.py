@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from datetime import timedelta
@@ -189,6 +189,25 @@ class Rendezvous:
         self._set(f"{prefix}/left/{self.rank}", b"left")
         self._get_all(f"{prefix}/left")
         return values
+
+    def check_equal(self, texts: Sequence[str], what: str, advice: str) -> None:
+        """Check that all ranks ask for the same setting.
+
+        Args:
+            texts: the setting that each rank asks for, in order of rank.
+            what: the name of the setting.
+            advice: a sentence for the message.
+
+        Raises:
+            RuntimeError: if a rank asks for something else than this one. Both are named.
+        """
+        mine = texts[self.rank]
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text != mine:
+                raise RuntimeError(
+                    f"rank {self._global_rank} asks for {what} {mine}, and rank {rank} for {text}. "
+                    f"{advice}"
+                )
 
     def private_store(self) -> Store:
         """Return a part of the group's store that only the ranks of this rendezvous use."""

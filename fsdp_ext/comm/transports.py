@@ -186,7 +186,7 @@ def connect_through_memory(
     head = (asked or "").encode().ljust(_NAME_LENGTH)
     host = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
     rendezvous = Rendezvous(group, head + host + address, timeout)
-    names = [offer[:_NAME_LENGTH] for offer in rendezvous.offers]
+    names = [offer[:_NAME_LENGTH].decode("ascii", "replace").strip() for offer in rendezvous.offers]
     machines = [offer[_NAME_LENGTH:][:_MACHINE_LENGTH] for offer in rendezvous.offers]
     addresses = [offer[_NAME_LENGTH + _MACHINE_LENGTH :] for offer in rendezvous.offers]
     number_of = {one: number for number, one in enumerate(dict.fromkeys(machines))}
@@ -202,7 +202,11 @@ def connect_through_memory(
             reason = f"rank {rank}: {error}"
     exchanged = rendezvous.exchange("reason", reason.encode())
     reasons = [reason.decode(errors="replace") for reason in exchanged]
-    _check_agreement(rendezvous, [name.decode("ascii", "replace").strip() for name in names])
+    rendezvous.check_equal(
+        [name or "the default" for name in names],
+        "transport",
+        f"Set {VARIABLE} to the same value on all ranks.",
+    )
     failures = [reason for reason in reasons if reason]
     if failures and asked is not None:
         raise RuntimeError(
@@ -233,17 +237,6 @@ def _connect(
         return None
     longest = seconds + _GRACE_ON_HOST.total_seconds()
     return endpoint.connect_on_host(addresses, hosts, rank, longest)
-
-
-def _check_agreement(rendezvous: Rendezvous, names: list[str]) -> None:
-    mine = names[rendezvous.rank]
-    for rank, name in zip(rendezvous.ranks, names, strict=True):
-        if name != mine:
-            raise RuntimeError(
-                f"rank {rendezvous.ranks[rendezvous.rank]} asks for transport "
-                f"{mine or 'the default'}, and rank {rank} for {name or 'the default'}. Set "
-                f"{VARIABLE} to the same value on all ranks."
-            )
 
 
 def describe_lanes(lanes: _C.Lanes) -> str:

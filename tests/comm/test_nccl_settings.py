@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
+
 import pytest
+import torch.distributed as dist
+from support.launcher import run_ranks
 
 from fsdp_ext.comm.nccl_settings import (
     NcclSettings,
-    check_agreement,
     nccl_host,
     nccl_settings,
     pack_multiprocessors,
 )
+from fsdp_ext.comm.rendezvous import Rendezvous
 
 GATHER, REDUCE = "FSDP_EXT_NCCL_GATHER", "FSDP_EXT_NCCL_REDUCE"
 
@@ -96,11 +101,23 @@ def test_a_host_is_what_nccl_takes_for_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert nccl_host() == "one"
 
 
-def test_ranks_that_differ_are_named() -> None:
+def _differ() -> str:
+    assert dist.group.WORLD is not None
+    rendezvous = Rendezvous(dist.group.WORLD, b"", timedelta(seconds=60))
+    rendezvous.exchange("settings", b"")
     one, other = str(NcclSettings()), str(NcclSettings(reduce={"max_ctas": 4}))
-    check_agreement([one, one, one], [4, 5, 6])
-    with pytest.raises(RuntimeError, match=r"rank 4 has .* and rank 6 has .*max_ctas=4\. Set"):
-        check_agreement([one, one, other], [4, 5, 6])
+    rendezvous.check_equal([one, one], "settings", "Agree.")
+    with pytest.raises(RuntimeError) as raised:
+        rendezvous.check_equal([one, other], "settings", "Agree.")
+    return str(raised.value)
+
+
+def test_ranks_that_differ_name_themselves_and_each_other() -> None:
+    first, second = run_ranks(_differ, 2)
+    assert re.fullmatch(
+        r"rank 0 asks for settings .*, and rank 1 for .*max_ctas=4\. Agree\.", first
+    )
+    assert re.fullmatch(r"rank 1 asks for settings .*max_ctas=4, and rank 0 for .*", second)
 
 
 def test_packing_runs_on_all_multiprocessors_or_as_many_as_the_variable_says(
