@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,40 +17,46 @@ def output_of(model: nn.Module, batch: Any) -> Any:
     return model(*(batch if isinstance(batch, tuple) else (batch,)))
 
 
-def check_loss_function(loss: object, caller: str) -> None:
-    """Check the argument ``loss`` of the public function ``caller``.
+def resolve_loss(loss: Callable[[Any], Tensor] | None, caller: str) -> Callable[[Any], Tensor]:
+    """Return a function that makes a scalar of the model's output, and checks it.
+
+    It raises TypeError if the user's function returns no tensor, and ValueError if that is not a
+    scalar that requires a gradient.
+
+    Args:
+        loss: the argument of the public function ``caller``; None for the mean of the output.
+        caller: its name, for messages.
 
     Raises:
-        TypeError: if it cannot be called.
+        TypeError: if ``loss`` cannot be called.
     """
-    if loss is not None and not callable(loss):
+    if loss is None:
+        return functools.partial(_mean_of_output, caller=caller)
+    if not callable(loss):
         raise TypeError(
             f"{caller} got loss={loss!r}. Pass a function of the model's output, or leave it out "
             "to use the mean."
         )
 
+    def checked(output: Any) -> Tensor:
+        result: object = loss(output)
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"{caller} got a {type(result).__name__} from loss. Return the scalar tensor that "
+                "backward starts from."
+            )
+        if result.numel() != 1 or not result.requires_grad:
+            raise ValueError(
+                f"{caller} got a tensor of shape {tuple(result.shape)} with requires_grad="
+                f"{result.requires_grad} from loss. Return a scalar that is computed from the "
+                "model's output."
+            )
+        return result
 
-def check_loss(loss: Any, caller: str) -> None:
-    """Check what a user's loss function returned to the public function ``caller``.
-
-    Raises:
-        TypeError: if the loss is not a tensor.
-        ValueError: if it is not a scalar that requires a gradient.
-    """
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"{caller} got a {type(loss).__name__} from loss. Return the scalar tensor that "
-            "backward starts from."
-        )
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
-            f"{caller} got a tensor of shape {tuple(loss.shape)} with requires_grad="
-            f"{loss.requires_grad} from loss. Return a scalar that is computed from the model's "
-            "output."
-        )
+    return checked
 
 
-def mean_of_output(output: Any, caller: str) -> Tensor:
+def _mean_of_output(output: Any, caller: str) -> Tensor:
     """Return the means of the output's floating-point tensors, summed: the default loss.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_ext._util.losses import mean_of_output
+from fsdp_ext._util.losses import resolve_loss
 from fsdp_ext.comm.inline_group import is_inline, refuse_inline
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import together
@@ -96,10 +96,10 @@ def tune(
     refuse_inline(on_host and is_inline(units[0].ranks.shard_group), "tune")
     refuse_several_meshes(units, "tune")
     with together(units[0], "tune", "its arguments"):
-        check_arguments(loss, memory_limit, optimizer_states, steps, verbose)
+        loss = resolve_loss(loss, "tune")
+        check_arguments(memory_limit, optimizer_states, steps, verbose)
         check_state(model, units)
     memory_limit = agreed_limit(units[0], memory_limit, optimizer_states, steps)
-    loss = loss or functools.partial(mean_of_output, caller="tune")
     trial = Trial(model, batch, loss, units[0], steps)
     with left_as_it_was(model, units):
         checked = functools.partial(together, units[0], "tune")

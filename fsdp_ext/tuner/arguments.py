@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_ext._util.losses import check_loss_function
 from fsdp_ext._util.numbers import MOST_STEPS, as_bool, is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
@@ -27,7 +26,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def check_arguments(
-    loss: object, memory_limit: object, optimizer_states: object, steps: object, verbose: object
+    memory_limit: object, optimizer_states: object, steps: object, verbose: object
 ) -> None:
     """Raise TypeError or ValueError if an argument has a wrong type or is out of range."""
     if not is_at_least(steps, 2, MOST_STEPS):
@@ -37,7 +36,6 @@ def check_arguments(
         )
     as_bool("tune", "verbose", verbose)
     check_memory_arguments("tune", memory_limit, optimizer_states)
-    check_loss_function(loss, "tune")
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:

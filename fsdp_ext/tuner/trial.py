@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_ext._util.losses import check_loss, output_of
+from fsdp_ext._util.losses import output_of
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.root.root import Root
@@ -68,7 +68,6 @@ class Trial:
                 output = output_of(self.model, self.batch)
             with guard("the loss"):
                 scalar = self.loss(output)
-                check_loss(scalar, "tune")
             with guard("backward"):
                 torch.autograd.backward(scalar)
                 self._synchronize()

@@ -5,7 +5,6 @@ fsdp_ext.verify(model, batch, units=Block)
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_ext._util.losses import check_loss_function, mean_of_output
+from fsdp_ext._util.losses import resolve_loss
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import resolve_transport
@@ -97,7 +96,7 @@ def verify(
     """
     arguments.check_model(model)
     verbose = as_bool("verify", "verbose", verbose)
-    check_loss_function(loss, "verify")
+    loss = resolve_loss(loss, "verify")
     if isinstance(transport, Simulated):
         raise TypeError(
             "verify got a Simulated transport, which moves no data, so nothing could be compared. "
@@ -129,7 +128,7 @@ def verify(
     subject = Subject(
         model=model,
         batch=batch,
-        loss=loss or functools.partial(mean_of_output, caller="verify"),
+        loss=loss,
         unit_names=arguments.names_of_units(model, units),
         settings=settings,
         device=torch.device("cpu") if mesh is None else of_sharding.device_of(mesh),
