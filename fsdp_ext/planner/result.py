@@ -111,7 +111,7 @@ def _unit_lines(
         row = [f"{unit.parameters:,}", size(unit.shard), size(unit.padding)]
         row += [size(bucket.gather), size(bucket.reduce)]
         row += [size(bucket.all_reduce)] if has_replicas else []
-        row.append(unit.gather_plan)
+        row.append(bucket.gather_plan)
         return row + ([f"{count / 1e9:.3g}" for count in unit.flops] if unit.flops else [])
 
     rows = []

@@ -18,22 +18,18 @@ class PlannedUnitSizes:
         name: the unit's name.
         parameters: elements of its whole parameters, or of the parts that tensor parallelism has
             given to this rank.
-        trainable: elements of those that are trained.
         shard: bytes of each rank's shard.
         padding: bytes of all shards together that hold no parameter.
         bucket: number of its bucket.
-        gather_plan: how that bucket is gathered.
         flops: floating-point operations of forward and of backward on each rank; None if they were
             not counted.
     """
 
     name: str
     parameters: int
-    trainable: int
     shard: int
     padding: int
     bucket: int
-    gather_plan: str
     flops: tuple[int, int] | None
 
 
@@ -53,7 +49,6 @@ class PlannedBucketSizes:
     reduce_messages: int
     unsharded: int
     gather_plan: str
-    reshards_after_forward: bool
     all_reduce: int = 0
 
 
@@ -131,17 +126,14 @@ def unit_sizes(
     bucket_of = {n: i for i, bucket in enumerate(found["buckets"]) for n in bucket["units"]}
     sizes = []
     for number, (unit, layout) in enumerate(zip(root.units, root.layouts, strict=True)):
-        shapes = [(param.shape.numel(), param.parameter) for param in unit.params]
-        held = sum(numel * parameter.dtype.itemsize for numel, parameter in shapes)
+        held = sum(param.shape.numel() * param.dtype.itemsize for param in unit.params)
         sizes.append(
             PlannedUnitSizes(
                 name=unit.name,
-                parameters=sum(numel for numel, _ in shapes),
-                trainable=sum(numel for numel, parameter in shapes if parameter.requires_grad),
+                parameters=sum(param.shape.numel() for param in unit.params),
                 shard=layout.shard_bytes,
                 padding=layout.shard_bytes * layout.world_size - held,
                 bucket=bucket_of[number],
-                gather_plan=found["buckets"][bucket_of[number]]["gather_plan"],
                 flops=None if flops is None else flops[number],
             )
         )
@@ -159,7 +151,6 @@ def bucket_sizes(root: PlannedRoot, found: _C.MemoryPlan) -> tuple[PlannedBucket
             reduce_messages=bucket["reduce_messages"],
             unsharded=bucket["unsharded_bytes"],
             gather_plan=bucket["gather_plan"],
-            reshards_after_forward=bucket["reshards_after_forward"],
             all_reduce=all_reduce_bytes(root, bucket),
         )
         for bucket in found["buckets"]
