@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fsdp_ext import _C
-from fsdp_ext.comm.rendezvous import host_backend
+from fsdp_ext.comm.rendezvous import backend_name
 
 # Backends of the host that are written in C++ and serve any thread.
 _SERVE_ANY_THREAD = ("gloo", "fake")
@@ -26,7 +26,7 @@ _REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
 
 def is_inline(group: dist.ProcessGroup) -> bool:
     """Return whether collectives of ``group`` have to run on the calling thread."""
-    return type(group) is not dist.ProcessGroup or host_backend(group) not in _SERVE_ANY_THREAD
+    return type(group) is not dist.ProcessGroup or backend_name(group) not in _SERVE_ANY_THREAD
 
 
 def refuse_inline(lanes_are_inline: bool, caller: str) -> None:

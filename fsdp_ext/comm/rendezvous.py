@@ -42,17 +42,17 @@ _EXIT_DELAY = 1.0
 _announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def host_backend(group: dist.ProcessGroup) -> str:
-    """Return the name of the group's backend for tensors on the host; "" if there is none.
+def backend_name(group: dist.ProcessGroup, kind: str = "cpu") -> str | None:
+    """Return the name of the group's backend for devices of a kind; None if there is none.
 
     A group may have several backends, and has by default. `dist.get_backend` then returns no
-    backend's name.
+    backend's name. The name is "" if a backend that is written in Python has none.
     """
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(torch.device(kind))
     except RuntimeError:
-        return ""
-    # A backend that is written in Python may have no name.
+        return None
+    # A wrapper returns the name of the backend in it.
     name: str = getattr(backend, "name", lambda: "")()
     return name
 
@@ -71,7 +71,7 @@ def machine() -> str:
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the group's store; None if it has none."""
-    backend = host_backend(group) or dist.get_backend(group)
+    backend = backend_name(group) or dist.get_backend(group)
     if backend == "fake":
         return None
     store: Store | None = dist.distributed_c10d._get_process_group_store(group)
@@ -143,7 +143,7 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
         store = store_of(group)
         if store is None:
-            backend = host_backend(group) or dist.get_backend(group)
+            backend = backend_name(group) or dist.get_backend(group)
             raise RuntimeError(
                 f"ranks connect through their process group's store, but backend '{backend}' has "
                 "none. Use gloo, or leave the transport out."

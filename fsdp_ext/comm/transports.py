@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.comm.rendezvous import Rendezvous, host_backend, machine
+from fsdp_ext.comm.rendezvous import Rendezvous, backend_name, machine
 from fsdp_ext.comm.simulated import Simulated
 
 # A name, a simulated transport, or None for the default.
@@ -91,7 +91,7 @@ def may_share_memory(group: dist.ProcessGroup, transport: Transport) -> bool:
     """Return whether this rank would use shared memory. Other ranks may not be able to."""
     if transport is not None:
         return transport == "shared_memory"
-    return group.size() > 1 and host_backend(group) == "gloo"
+    return group.size() > 1 and backend_name(group) == "gloo"
 
 
 def zeros_for_shard(
@@ -121,16 +121,8 @@ def gathering_device(groups: Iterable[dist.ProcessGroup], kind: str) -> str:
     tensors on GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use,
     reads their memory as the host's.
     """
-    for group in groups:
-        try:
-            backend = group._get_backend(torch.device(kind))
-        except RuntimeError:  # it has none
-            return "cpu"
-        # A backend that is written in Python may have no name(). A wrapper returns that of the
-        # backend in it.
-        if getattr(backend, "name", lambda: "")() == "gloo":
-            return "cpu"
-    return kind
+    names = [backend_name(group, kind) for group in groups]
+    return "cpu" if None in names or "gloo" in names else kind
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -171,7 +163,7 @@ def connect_through_memory(
             for by name, or a rank is missing.
     """
     shares = may_share_memory(group, asked)
-    if not shares and (group.size() == 1 or host_backend(group) != "gloo"):
+    if not shares and (group.size() == 1 or backend_name(group) != "gloo"):
         return None
     endpoint: _C.SharedMemoryEndpoint | None = None
     reason = ""
