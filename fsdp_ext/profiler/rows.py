@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fsdp_ext.profiler.causes import PAUSE, Cause
@@ -106,28 +107,22 @@ def summarise(recording: Recording) -> Summary:
     """Return the average step. Its parts add up to the whole."""
     iterations = recording.iterations
     count = len(iterations)
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / count
-
+    means = {
+        name: statistics.fmean(getattr(one, name) for one in iterations)
+        for name in ("step", "compute", "exposed", "optimizer", "other", "wire")
+    }
     slow = recording.slowdown()
     causes: defaultdict[str, float] = defaultdict(float)
     for exposure in itertools.chain(*recording.exposures):
         causes[exposure.cause.value] += exposure.seconds / count
     steps = [iteration.step for iteration in iterations]
     rows = [row for row in rows_of(recording, "bucket") if row.operation in COLLECTIVES]
-    wire = mean([iteration.wire for iteration in iterations])
     return Summary(
         iterations=count,
-        step=mean(steps),
+        **means,
         fastest=min(steps),
         slowest=max(steps),
-        compute=mean([iteration.compute for iteration in iterations]),
-        exposed=mean([iteration.exposed for iteration in iterations]),
-        optimizer=mean([iteration.optimizer for iteration in iterations]),
-        other=mean([iteration.other for iteration in iterations]),
-        wire=wire,
-        hidden=sum(row.hidden for row in rows) / wire if wire > 0 else 1.0,
+        hidden=sum(row.hidden for row in rows) / means["wire"] if means["wire"] > 0 else 1.0,
         causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
         slowed=slow.seconds if slow is not None and slow.factor > _SLOWED else 0.0,
     )
