@@ -32,13 +32,11 @@ class Clocks:
         common: numbers of the iterations that all ranks recorded.
         alike: the common ones in which all ranks recorded equally many collectives of each kind.
         offsets: for each rank, the seconds to add to its times to get times of rank 0's clock.
-        rank: this rank.
     """
 
     common: frozenset[int]
     alike: frozenset[int]
     offsets: tuple[float, ...]
-    rank: int
 
 
 def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
@@ -70,7 +68,6 @@ def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
             else statistics.median(a - b for a, b in zip(first_clock, clock, strict=True))
             for host, clock, _ in answers
         ),
-        rank=unit.ranks.rank_in_mesh,
     )
 
 
@@ -90,7 +87,7 @@ def collect(
 ) -> dict[int, list[Iteration]]:
     """Return all ranks' iterations on this rank's clock. All ranks of ``unit``'s mesh call this."""
     gathered: list[list[Iteration]] = exchange(unit, list(iterations))
-    mine = clocks.offsets[clocks.rank]
+    mine = clocks.offsets[unit.ranks.rank_in_mesh]
     return {
         rank: [_moved(iteration, clocks.offsets[rank] - mine) for iteration in of_rank]
         for rank, of_rank in enumerate(gathered)
@@ -137,7 +134,8 @@ def _lateness(
     group: dist.ProcessGroup,
 ) -> dict[tuple[int, int], Lateness]:
     """Return the stragglers of the collectives of one group of ranks."""
-    offset = clocks.offsets[clocks.rank]
+    this_rank = unit.ranks.rank_in_mesh
+    offset = clocks.offsets[this_rank]
     found = [
         (iteration.number, index, span)
         for iteration in iterations
@@ -157,7 +155,7 @@ def _lateness(
     begins = torch.tensor([span.begin + offset for *_, span in found], dtype=torch.float64)
     first = over_ranks(begins, dist.ReduceOp.MIN)
     last = over_ranks(begins, dist.ReduceOp.MAX)
-    ranks = torch.where(begins == last, clocks.rank, len(clocks.offsets))
+    ranks = torch.where(begins == last, this_rank, len(clocks.offsets))
     slowest = over_ranks(ranks, dist.ReduceOp.MIN)
     spreads = (last - first).tolist()
     return {
