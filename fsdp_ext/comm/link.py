@@ -108,15 +108,16 @@ class Link:
             return replace(self, across=None)
         far = self.across.over(-(-world_size // self.ranks))
 
-        def joined(beta: float, far_beta: float) -> float:
-            return 1 / (1 / beta + 1 / (self.ranks * far_beta))
+        def joined(near: tuple[float, float], beyond: tuple[float, float]) -> tuple[float, float]:
+            return near[0] + beyond[0], 1 / (1 / near[1] + 1 / (self.ranks * beyond[1]))
 
+        gather, reduce = map(joined, self.costs(), far.costs())
         return Link(
             name=f"{self.name}, {far.name} across",
-            alpha=self.alpha + far.alpha,
-            beta=joined(self.beta, far.beta),
-            reduce_alpha=self._reduce()[0] + far._reduce()[0],
-            reduce_beta=joined(self._reduce()[1], far._reduce()[1]),
+            alpha=gather[0],
+            beta=gather[1],
+            reduce_alpha=reduce[0],
+            reduce_beta=reduce[1],
             jitter=max(self.jitter, far.jitter),
             one_wire=self.one_wire or far.one_wire,
             source=self.source,
@@ -146,7 +147,9 @@ class Link:
 
     def costs(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return (alpha, beta) of all-gathers and of reductions: seconds and bytes a second."""
-        return (self.alpha, self.beta), self._reduce()
+        reduce_alpha = self.alpha if self.reduce_alpha is None else self.reduce_alpha
+        reduce_beta = self.beta if self.reduce_beta is None else self.reduce_beta
+        return (self.alpha, self.beta), (reduce_alpha, reduce_beta)
 
     def seconds(self, operation: str, nbytes: int) -> float:
         """Return how many seconds a collective takes, without jitter.
@@ -191,12 +194,6 @@ class Link:
         if values.get("across") is not None:
             values["across"] = cls._from(values["across"], path)
         return cls(**values)
-
-    def _reduce(self) -> tuple[float, float]:
-        return (
-            self.alpha if self.reduce_alpha is None else self.reduce_alpha,
-            self.beta if self.reduce_beta is None else self.reduce_beta,
-        )
 
 
 # Busbw 350 GB/s of all-gathers, 360 of reduce-scatters: https://github.com/NVIDIA/nccl/issues/1281.
