@@ -105,8 +105,6 @@ class Simulated:
 
     def within_shard_group(self) -> Simulated:
         """Return the transport of the ranks that shard the model with this one."""
-        if self.replicas == 1:
-            return self
         return replace(
             self,
             world_size=self.shards,
