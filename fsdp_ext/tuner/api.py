@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -116,7 +115,7 @@ def tune(
     transport, knows_memory = root.lanes.transport, memory_limit is not None
     remember(root.units, transport, result.chosen.choice, memory_known=knows_memory)
     if verbose and units[0].ranks.rank_in_mesh == 0:
-        print(result, file=sys.stdout)
+        print(result)
     return result
 
 

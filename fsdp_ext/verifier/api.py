@@ -5,7 +5,6 @@ fsdp_ext.verify(model, batch, units=Block)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -138,7 +137,7 @@ def verify(
         found = _in_group(subject, mesh) if mesh is not None else _in_this_process(subject, size)
     result = Verification(type(model).__name__, size, len(subject.unit_names) + 1, tuple(found))
     if verbose and (mesh is None or dist.get_rank() == 0):
-        print(result, file=sys.stdout)
+        print(result)
     return result
 
 
