@@ -87,12 +87,10 @@ class Subject:
         outputs = self.policy.output_dtype
         for name in [*self.unit_names, ""]:
             module = copied.get_submodule(name)
-            if inputs is not None:
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs: cast_floating((args, kwargs), inputs), with_kwargs=True
-                )
-            if outputs is not None:
-                module.register_forward_hook(lambda _, args, out: cast_floating(out, outputs))
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: cast_floating((args, kwargs), inputs), with_kwargs=True
+            )
+            module.register_forward_hook(lambda _, args, out: cast_floating(out, outputs))
         return copied
 
     def sharded(self, mesh: DeviceMesh, prepare: Preparation = no_preparation) -> nn.Module:
