@@ -33,9 +33,9 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
     """
     if not all(_is_known(unit) for unit in root.units):
         return None
-    groups = dict(zip(root.units, root.settings.reshard_groups, strict=True))
-    reshards = dict(zip(root.units, root.settings.reshard_after_forward, strict=True))
-    step = _Step({unit: groups[unit] if reshards[unit] else None for unit in root.units})
+    settings = root.settings
+    kept = zip(root.units, settings.reshard_groups, settings.reshard_after_forward, strict=True)
+    step = _Step({unit: group if reshards else None for unit, group, reshards in kept})
     for unit in root.units:
         if unit.settings.offloads:
             continue  # the host has them
