@@ -12,7 +12,6 @@ from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 
 # The report explains causes of at least this share of the exposed time.
 _WORTH_A_LINE = 0.01
-_MS = 1e3
 
 _HEADER = (
     "units",
@@ -137,4 +136,4 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * _MS:.2f}"
+    return f"{seconds * 1e3:.2f}"

@@ -44,7 +44,6 @@ class Recording:
             sum(param.sharded.numel() for param in unit.params if param.requires_grad)
             for unit in units
         ]
-        # Units of the same kind are assumed to take the same time to compute.
         self.kinds: Sequence[Hashable] = list(zip(self.sizes, trainable, strict=True))
         self.transport = root.lanes.transport
         self.is_simulated = root.lanes.is_simulated
