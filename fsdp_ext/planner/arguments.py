@@ -19,6 +19,7 @@ from fsdp_ext.comm.transports import (
     resolve_transport,
     why_no_shared_memory,
 )
+from fsdp_ext.planner.schedule import check_contention
 from fsdp_ext.planner.times import UnitSeconds
 from fsdp_ext.planner.units import PlannedRanks, PlannedUnit
 from fsdp_ext.sharding.params.param_group import ParamGroup
@@ -73,11 +74,7 @@ def check_time_arguments(
         TypeError: if ``compute`` is no mapping, or a name in it is no string.
         ValueError: if they contradict each other, do not suffice or are out of range.
     """
-    if not is_real(contention) or contention < 0:
-        raise ValueError(
-            f"plan got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
-            "still while a collective runs."
-        )
+    check_contention("plan", contention)
     if not _are_seconds(copies, 2):
         raise ValueError(
             f"plan got copies={copies!r}. Pass two numbers of seconds per byte, 0 or more: those "

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from fsdp_ext._util.numbers import is_real
 from fsdp_ext.comm.link import Link
 
 
@@ -171,7 +172,8 @@ def predict(
         ValueError: if a number is out of range, or ``replica_link`` is missing.
     """
     slots = depth + 1 if slots is None else slots
-    _check_numbers(depth, slots, contention)
+    _check_numbers(depth, slots)
+    check_contention("predict", contention)
     chain = [*stages] if root is None else [root, *stages]
     gather_cost, reduce_cost = link.costs()
     gathers, wire = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
@@ -196,15 +198,19 @@ def predict(
     )
 
 
-def _check_numbers(depth: int, slots: int, contention: float) -> None:
+def _check_numbers(depth: int, slots: int) -> None:
     if depth < 0 or slots < 1:
         raise ValueError(
             f"predict got depth={depth} and slots={slots}. Pass a depth of 0 or more and at least "
             "one slot; the defaults are 1 and depth + 1."
         )
-    if not (math.isfinite(contention) and contention >= 0):
+
+
+def check_contention(caller: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a number of 0 or more; the message names ``caller``."""
+    if not is_real(value) or value < 0:
         raise ValueError(
-            f"predict got contention={contention!r}. Pass 0 or more; 1 means that compute stands "
+            f"{caller} got contention={value!r}. Pass 0 or more; 1 means that compute stands "
             "still while a collective runs."
         )
 
