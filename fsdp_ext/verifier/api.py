@@ -26,7 +26,7 @@ from fsdp_ext.verifier.checks import Site
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.result import Check, Verification
 from fsdp_ext.verifier.subject import Subject
-from fsdp_ext.verifier.turns import Turns, run_in_turns
+from fsdp_ext.verifier.turns import run_in_turns
 
 
 def verify(
@@ -151,7 +151,7 @@ def _in_group(subject: Subject, mesh: DeviceMesh) -> list[Check]:
 def _in_this_process(subject: Subject, size: int) -> list[Check]:
     """Check on threads, and on one rank whose lanes have streams of their own."""
 
-    def on_thread(_rank: int, _turns: Turns) -> list[Check]:
+    def on_thread() -> list[Check]:
         mesh = init_device_mesh("cpu", (size,))
         site = Site(subject, mesh, may_differ=False)
         checks.check_first_loss(site)

@@ -186,8 +186,7 @@ def _cuttable_unit(site: Site) -> str:
     names = site.subject.unit_names[::-1][:_CANDIDATES]
     if not names:
         raise _NotTried("the model is one unit")
-    with random_state_kept():
-        answers = exchange([_can_be_cut(site, name) for name in names])
+    answers = exchange([_can_be_cut(site, name) for name in names])
     for number, name in enumerate(names):
         if all(answer[number] for answer in answers):
             return name
@@ -256,11 +255,10 @@ def check_first_loss(site: Site) -> None:
     """
     subject = site.subject
     error: Exception | None = None
-    with random_state_kept():
-        try:
-            Trainee(subject.plain(), subject, Way()).step()
-        except Exception as raised:
-            error = raised
+    try:
+        Trainee(subject.plain(), subject, Way()).step()
+    except Exception as raised:
+        error = raised
     texts = exchange(None if error is None else f"{type(error).__name__}: {error}")
     try:
         if error is not None:

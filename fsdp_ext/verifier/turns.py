@@ -185,11 +185,11 @@ def rank_order_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(first.dtype)
 
 
-def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
-    """Call ``worker(rank, turns)`` on threads that are ranks, and return the results by rank.
+def run_in_turns(worker: Callable[[], T], size: int) -> list[T]:
+    """Call ``worker`` on threads that are ranks, and return the results by rank.
 
     Each of them has a default process group of its own meanwhile. If ranks raise, the error of the
-    one that raised first is raised.
+    one that raised first is raised. The caller restores the random generators.
     """
     from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -217,12 +217,12 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
                 dist.init_process_group(
                     BACKEND, rank=rank, world_size=size, store=HashStore(), timeout=_TIMEOUT
                 )
-                results[rank] = worker(rank, turns)
+                results[rank] = worker()
         except BaseException as error:
             errors.append(error)
         finally:
-            if hasattr(dist.distributed_c10d._world, "comms") and dist.is_initialized():
-                dist.destroy_process_group()  # torch 2.11 cannot, of threads
+            if dist.is_initialized():
+                dist.destroy_process_group()
             turns.leave(rank)
 
     with torch.autograd.set_multithreading_enabled(False):
@@ -237,7 +237,6 @@ def run_in_turns(worker: Callable[[int, Turns], T], size: int) -> list[T]:
         finally:
             _c10d._set_thread_isolation_mode(False)
             threaded._uninstall_threaded_pg()
-            restore()
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
