@@ -67,10 +67,15 @@ MEANING = {
     Cause.NO_SLOT: "the ring had no free slot to prefetch into, or prefetch is 0",
     Cause.BANDWIDTH: "the wire was busy all the time",
     Cause.LATE_RANK: "a collective ends only after the last rank has joined it",
-    Cause.COPIES: "nothing is on the wire, but parameters or gradients change their dtype",
+    Cause.COPIES: "nothing is sent, but parameters or gradients are cast",
     Cause.OPTIMIZER: "updates of an attached optimizer are on the lane of reductions",
-    Cause.SLOWED: "they share memory or cores; estimated by comparing units of equal size",
-    Cause.UNKNOWN: "unshard(), prefetch_next_forward() or a step that is not recorded gathered it",
+    Cause.SLOWED: (
+        "compute and communication share memory or cores; estimated by comparing units of equal "
+        "size"
+    ),
+    Cause.UNKNOWN: (
+        "gathered by unshard(), prefetch_next_forward() or a step that was not recorded"
+    ),
 }
 
 REMEDY = {
