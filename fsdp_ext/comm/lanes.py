@@ -37,7 +37,7 @@ from fsdp_ext.comm.transports import (
     timeout_of,
 )
 
-# A mesh of the host and a mesh of GPUs may have the same group. Lanes between replicas are others.
+# One group may serve a mesh of the host, one of GPUs, and replicas. Each has lanes of its own.
 _Key = tuple[torch.device, Transport, bool]
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _C.Lanes]] = (
     weakref.WeakKeyDictionary()

@@ -87,7 +87,7 @@ def nccl_settings() -> NcclSettings:
 
 
 def nccl_host() -> str:
-    """Return what NCCL tells nodes apart by (src/misc/utils.cc): ranks of one node have the same.
+    """Return NCCL's identifier of this node (src/misc/utils.cc).
 
     Containers with host names of their own are nodes of their own.
     """

@@ -298,9 +298,7 @@ class Rendezvous:
                 )
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
-        """Raise the error of a store that is gone. The store's server was a process, perhaps a
-        rank's.
-        """
+        """Raise an error that names a rank that has ended, or else says that the store is gone."""
         deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
             for index in self._processes:

@@ -30,8 +30,8 @@ _OTHER_NAMES = {"gloo": "process_group", "mpi": "process_group", "shm": "shared_
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The schedule waits longer than the backend by this much, because the backend's error says more.
 GRACE = timedelta(seconds=10)
-# Ranks of one host wait longer for each other by this much than for other hosts, for the same
-# reason: the rank that they wait for may itself wait for the network.
+# Within a host the timeout is longer by this much, so that a rank that waits for the network
+# reports it first.
 _GRACE_ON_HOST = GRACE / 2
 
 # Names of transports are padded to this length in messages between ranks.
@@ -174,7 +174,7 @@ def connect_through_memory(
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
-    # The fields have fixed lengths, since an offer that another attempt has left may be anything.
+    # Fixed lengths, since an earlier attempt may have left other bytes in the store.
     head = (asked or "").encode().ljust(_NAME_LENGTH)
     host = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
     rendezvous = Rendezvous(group, head + host + address, timeout)

@@ -83,7 +83,7 @@ def plan(
         replicas: how many ranks have the same shard, for hybrid sharding. ``world_size / replicas``
             ranks then shard the model together. By default as many as the model's mesh has, or 1.
         units: for a plain model, the modules that become units besides the model itself: classes,
-            modules, or a function of a module that returns whether it becomes one.
+            modules, or a function that takes a module and returns whether it becomes a unit.
         mp_policy: for a plain model, as for :func:`fsdp_ext.fully_shard`.
         bucket_bytes: as for ``fully_shard``; it replaces the setting of a sharded model's root.
         max_message_bytes: as for ``fully_shard``; it replaces the root's setting.

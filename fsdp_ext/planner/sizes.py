@@ -56,16 +56,30 @@ class PlannedBucketSizes:
 class PlannedMemory:
     """Bytes of the first rank, which has the most rows. docs/design/memory.md explains each.
 
-    ``ring_slot`` is the size of the largest slot, and ``ring`` that of the whole ring.
-    ``group_shards`` is what units with ``reshard_after_forward=k`` keep for backward.
-    ``gradients_in_flight`` is the most that unsharded gradients take at once
-    (``planner/gradients.py``). With an attached optimizer on GPUs, ``gradients`` are those of two
-    buckets. The figures assume that each backward reduces and that gradients are
-    set to None between steps. Adding to existing gradients needs the reduce output, too, and units
-    that accumulate without reducing need a reduce input of their own. ``on_host`` is what offloaded
-    units have in the host's memory, and not on the GPU: shards, gradients and optimizer states.
-    ``fsdp2_peak`` is the peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is
-    not computed.
+    The figures assume that each backward reduces and that gradients are set to None between steps.
+    Adding to existing gradients needs the reduce output, too, and units that accumulate without
+    reducing need a reduce input of their own.
+
+    Args:
+        shards: the flat shards.
+        gradients: the flat gradients. With an attached optimizer on GPUs, those of two buckets.
+        optimizer_states: the optimizer's tensors.
+        gather_inputs: shards in the dtype of the wire.
+        group_shards: what units with ``reshard_after_forward=k`` keep for backward.
+        ring_slots: how many slots the ring has.
+        ring_slot: the size of the largest slot.
+        ring: the size of the whole ring.
+        staging: gathered shards before they are unpacked.
+        reduce_input: packed gradients.
+        reduce_output: reduced gradients before they are cast or accumulated.
+        kept_unsharded: units that stay unsharded after forward.
+        gradients_in_flight: the most that unsharded gradients take at once
+            (``planner/gradients.py``).
+        message_staging: messages of a composed collective.
+        on_host: bytes of offloaded units in the host's memory: shards, gradients and optimizer
+            states.
+        fsdp2_peak: the peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is not
+            computed.
     """
 
     shards: int

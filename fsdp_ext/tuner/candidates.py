@@ -20,8 +20,7 @@ _DEPTHS = (0, 1, 2, 3, 4)
 _HALVINGS = 14
 # How many settings are raced besides the previous one.
 _RACED = 3
-# A setting that is predicted to be slower than the best by more than this share is not preferred
-# for its number of buckets. It is raced only if places are left.
+# Settings predicted slower than the best by more than this share get only places that are left.
 _UNSURE = 0.25
 
 

@@ -71,7 +71,7 @@ def verify(
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors. It does not change its argument.
         units: the modules that become units besides the model itself: classes, modules, or a
-            function of a module that returns whether it becomes one.
+            function that takes a module and returns whether it becomes a unit.
         mp_policy: as for ``fully_shard``. The unsharded copy computes in the same dtypes.
         reshard_after_forward: as for ``fully_shard``; of all units.
         transport: a name, as for ``fully_shard``. Without a process group it is only checked, since
