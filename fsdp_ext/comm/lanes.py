@@ -404,7 +404,7 @@ MOST_BLOCKS = 32
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOCKS) -> None:
+def order_launches(device: torch.device, at_once: int, blocks: int) -> None:
     """Have NCCL order the launches of lanes where they may not run at the same time.
 
     The communicators of lanes have no order on the device. If there are too few multiprocessors for
@@ -414,16 +414,16 @@ def order_launches(device: torch.device, lanes: int = 2, blocks: int = MOST_BLOC
 
     Args:
         device: a GPU.
-        lanes: how many communicators may run at once.
+        at_once: how many communicators may run at once.
         blocks: the most thread blocks of one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if processors >= lanes * max(blocks, MOST_BLOCKS) or LAUNCH_ORDER in os.environ:
+    if processors >= at_once * max(blocks, MOST_BLOCKS) or LAUNCH_ORDER in os.environ:
         return
     os.environ[LAUNCH_ORDER] = "1"
     if has_used_nccl(device):
         warn_caller(
-            f"fsdp_ext: {device} has {processors} multiprocessors, too few for {lanes} NCCL "
+            f"fsdp_ext: {device} has {processors} multiprocessors, too few for {at_once} NCCL "
             f"communicators at once, so {LAUNCH_ORDER}=1 was set. But NCCL reads it at its first "
             "launch, and this process has used NCCL before, so collectives may wait for each "
             f"other for ever. Set {LAUNCH_ORDER}=1 in the environment of the program."

@@ -22,13 +22,17 @@ def variable_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order_launches(
-    monkeypatch: pytest.MonkeyPatch, processors: int, *sizes: int, used: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    processors: int,
+    at_once: int = 2,
+    blocks: int = lanes.MOST_BLOCKS,
+    used: bool = False,
 ) -> str | None:
     """Call it for a GPU of so many multiprocessors; return the variable."""
     properties = SimpleNamespace(multi_processor_count=processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(lanes, "has_used_nccl", lambda device: used)
-    lanes.order_launches(GPU, *sizes)
+    lanes.order_launches(GPU, at_once, blocks)
     return os.environ.get(lanes.LAUNCH_ORDER)
 
 
