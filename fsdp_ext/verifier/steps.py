@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext.sharding.root.module_state import unit_of
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.verifier.comparison import Comparison
-from fsdp_ext.verifier.numbers import Reduction
+from fsdp_ext.verifier.expected_gradients import Reduction
 from fsdp_ext.verifier.peers import exchange, gather
 from fsdp_ext.verifier.random_state import random_state_kept
 from fsdp_ext.verifier.subject import LR, Preparation, Subject, computing_in, no_preparation

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 import fsdp_ext
 from fsdp_ext.sharding.params.ownership import own_grad_dtype
-from fsdp_ext.verifier import numbers
+from fsdp_ext.verifier import expected_gradients
 from fsdp_ext.verifier.comparison import difference
-from fsdp_ext.verifier.numbers import Reduction
+from fsdp_ext.verifier.expected_gradients import Reduction
 from fsdp_ext.verifier.result import Check
 from fsdp_ext.verifier.subject import Subject
 
@@ -248,12 +248,12 @@ def test_copies_have_the_grad_dtype_of_the_model() -> None:
 
 
 def verify_in_any_order() -> None:
-    is_exact = numbers._is_exact
-    numbers._is_exact = lambda root, dtype: False
+    is_exact = expected_gradients._is_exact
+    expected_gradients._is_exact = lambda root, dtype: False
     try:
         result = verify()
     finally:
-        numbers._is_exact = is_exact
+        expected_gradients._is_exact = is_exact
     assert result.ok, str(result)
     assert not result.checks[1].is_exact
     assert "equal up to rounding" in str(result)
