@@ -111,7 +111,7 @@ def unsharded_twice(site: Site) -> Comparison:
     return site.twice(site.subject.plain, Way(steps=1), Way(steps=1))
 
 
-def steps(site: Site) -> Comparison:
+def two_steps(site: Site) -> Comparison:
     """Train as usual."""
     return site.beside(Way())
 
@@ -142,7 +142,7 @@ def sharded_twice(site: Site) -> Comparison:
 
 ALL: dict[str, Callable[[Site], Comparison]] = {
     "the unsharded model, twice": unsharded_twice,
-    "two steps, beside the unsharded model": steps,
+    "two steps, beside the unsharded model": two_steps,
     "released slots poisoned, streams delayed": disturbed,
     "a unit whose output is unused": unused,
     "two forwards, then backward": two_forwards,
