@@ -88,7 +88,7 @@ def lanes_of(
     return of_group[key]
 
 
-def what_ranks_say(lanes: _C.Lanes, mine: str) -> list[str] | None:
+def texts_if_different(lanes: _C.Lanes, mine: str) -> list[str] | None:
     """Return the texts of all ranks, or None if all are equal. All ranks call this together.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_ext import _C
-from fsdp_ext.comm.lanes import what_ranks_say
+from fsdp_ext.comm.lanes import texts_if_different
 from fsdp_ext.sharding.params.settings import RootSettings
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -22,7 +22,7 @@ def compare_groups(
         ValueError: if a unit has meshes or groups of different sizes on different ranks.
     """
     mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
-    said = what_ranks_say(lanes, mine)
+    said = texts_if_different(lanes, mine)
     if said is None:
         return
     by_unit = zip(*(text.split() for text in said), strict=False)
