@@ -134,7 +134,7 @@ def plan(
     of_sharding.check_policy(policy)
     arguments.check_memory_arguments("plan", memory_limit, optimizer_states)
     arguments.check_time_arguments(flops_per_second, batch, compute, contention, copies)
-    unit = arguments.first_unit(
+    unit = arguments.check_model_and_settings(
         model,
         units=units,
         mp_policy=mp_policy,

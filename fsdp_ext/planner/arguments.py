@@ -128,7 +128,7 @@ def _are_seconds(value: object, count: int) -> bool:
     )
 
 
-def first_unit(model: object, **settings: object) -> Unit | None:
+def check_model_and_settings(model: object, **settings: object) -> Unit | None:
     """Return the first unit of a sharded model; None for a plain model.
 
     ``settings`` are arguments of ``plan`` that are for plain models only.
