@@ -101,8 +101,8 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         modules = dict(model.named_modules(remove_duplicate=False))
         numbers = {name: number for number, names in enumerate(units) for name in names}
         self._modules = [(modules[name], number) for name, number in numbers.items() if name]
-        self._newest = numbers[""]
-        self._running = [self._newest]
+        self._last_unit = numbers[""]
+        self._running = [self._last_unit]
         self._first_nodes: list[int] = []
         self._units_of_nodes: list[int | None] = []
 
@@ -131,8 +131,8 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         flops = self._counter.get_total_flops() - before
         if flops:
-            self._newest = self._unit()
-            self._counts[self._newest] += flops
+            self._last_unit = self._unit()
+            self._counts[self._last_unit] += flops
         return result
 
     def _unit(self) -> int:
@@ -140,10 +140,10 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._running[-1]
         node = torch._C._current_autograd_node()
         if node is None:
-            return self._newest
+            return self._last_unit
         index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
         unit = self._units_of_nodes[index] if index >= 0 else None
-        return self._newest if unit is None else unit
+        return self._last_unit if unit is None else unit
 
     def _begin(self, number: int, *_: Any) -> None:
         self._running.append(number)

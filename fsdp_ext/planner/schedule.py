@@ -178,10 +178,10 @@ def predict(
     gather_cost, reduce_cost = link.costs()
     gathers, wire = _Lane("gather", *gather_cost), _Lane("reduce", *reduce_cost)
     packing = _Lane("reduce", 0.0, math.inf) if packs_ahead else None
-    sums = _lane_of_replicas(chain, replica_link)
-    lanes = [lane for lane in (gathers, packing, wire, sums) if lane is not None]
+    all_reduces = _lane_of_replicas(chain, replica_link)
+    lanes = [lane for lane in (gathers, packing, wire, all_reduces) if lane is not None]
     clock = _Clock(lanes, contention, (gathers, wire) if link.one_wire else ())
-    reductions = _Reductions(wire, packing, sums, updates_on_lane)
+    reductions = _Reductions(wire, packing, all_reduces, updates_on_lane)
     program = _Program(chain, clock, gathers, reductions, depth, [None] * slots)
     program.run(has_root=root is not None)
     for lane in lanes:
@@ -320,10 +320,12 @@ class _Reductions:
 
     wire: _Lane
     packing: _Lane | None
-    sums: _Lane | None
+    all_reduces: _Lane | None
     updates_on_lane: bool
     last: list[_Job] = field(default_factory=list)  # messages, which take turns with two inputs
-    outputs: list[_Job] = field(default_factory=list)  # sums, which take turns with two outputs
+    outputs: list[_Job] = field(
+        default_factory=list
+    )  # all-reduces, which take turns with two outputs
 
     def issue(self, stage: Stage) -> _Job | None:
         """Issue a reduction and the update on its lane; return the last of these jobs."""
@@ -333,19 +335,21 @@ class _Reductions:
             free = self.last[-2:-1]  # the message that had this input before
             after.append(self.packing.issue(stage.name, 0, 0, copies, free))
             copies = 0.0
-        if self.sums is not None and stage.all_reduce_bytes > 0:
-            last = self._issue_with_sums(self.sums, stage, copies, after)
+        if self.all_reduces is not None and stage.all_reduce_bytes > 0:
+            last = self._issue_with_all_reduces(self.all_reduces, stage, copies, after)
         elif stage.reduce_bytes > 0 or copies > 0:
             messages, nbytes = stage.reduce_messages, stage.reduce_bytes
             last = self.wire.issue(stage.name, messages, nbytes, copies, after)
             self.last.append(last)
         if self.updates_on_lane and stage.update > 0:
-            lane = self.sums if self.sums and stage.all_reduce_bytes > 0 else self.wire
+            lane = (
+                self.all_reduces if self.all_reduces and stage.all_reduce_bytes > 0 else self.wire
+            )
             last = lane.issue(stage.name, 0, 0, stage.update, after)
         return last
 
-    def _issue_with_sums(
-        self, sums: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
+    def _issue_with_all_reduces(
+        self, all_reduces: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
     ) -> _Job:
         """Issue each message of a reduction, and its all-reduce behind it."""
         count = stage.reduce_messages
@@ -356,7 +360,7 @@ class _Reductions:
                 stage.name, 1, stage.reduce_bytes / count, copies / count, [*after, *free]
             )
             nbytes = 2 * stage.all_reduce_bytes / count
-            summed = sums.issue(stage.name, 1, nbytes, 0.0, [reduced])
+            summed = all_reduces.issue(stage.name, 1, nbytes, 0.0, [reduced])
             if needs_output:
                 self.outputs.append(summed)
         self.last.append(reduced)
