@@ -50,19 +50,13 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     turn = 0
     for repeat in range(repeats + 2):
         for nbytes in sizes:
-            numel = nbytes // 4
             turn += 1
-
-            def part_of(buffer: torch.Tensor, count: int, turn: int = turn) -> torch.Tensor:
-                parts = buffer.numel() // count
-                return buffer[turn * _STRIDE % parts * count :][:count]
-
+            place = partial(_part_of, turn=turn)
+            numel, of_rank = nbytes // 4, nbytes // 4 // ranks
             calls: dict[str, Callable[[], None]] = {
-                "all_gather": partial(
-                    lanes.all_gather, part_of(part, numel // ranks), part_of(output, numel)
-                ),
+                "all_gather": partial(lanes.all_gather, place(part, of_rank), place(output, numel)),
                 "reduce_scatter": partial(
-                    lanes.reduce_scatter, part_of(whole, numel), part_of(output, numel // ranks)
+                    lanes.reduce_scatter, place(whole, numel), place(output, of_rank)
                 ),
             }
             for operation, call in calls.items():
@@ -73,6 +67,12 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     medians = slowest.median(dim=1).values.tolist()
     return [Sample(*key, median) for key, median in zip(seconds, medians, strict=True)]
+
+
+def _part_of(buffer: torch.Tensor, count: int, turn: int) -> torch.Tensor:
+    """Return a part of ``count`` elements, another one in each turn."""
+    parts = buffer.numel() // count
+    return buffer[turn * _STRIDE % parts * count :][:count]
 
 
 def mean_seconds(
