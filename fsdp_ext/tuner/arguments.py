@@ -74,6 +74,11 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune profiles the model itself, but it was called in a with block of "
             "fsdp_ext.profile. Call it outside of the block."
         )
+    _check_settings(units)
+
+
+def _check_settings(units: Sequence[Unit]) -> None:
+    """Raise ValueError unless a step gathers and reduces all units, and ends by itself."""
     of_root = units[0].settings
     for unit in units:
         own = unit.settings
