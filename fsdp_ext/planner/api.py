@@ -142,23 +142,20 @@ def plan(
         offload_policy=offload_policy,
     )
     target = arguments.resolve_target((world_size, replicas), transport, device_type, unit)
+    ranks = target.ranks
     if unit is None:
-        reshard = of_sharding.reshard_over(reshard_after_forward, target.ranks.shards)
-        settings = UnitSettings(
-            policy,
-            reshard,
-            offloads=of_sharding.resolve_offload(offload_policy, target.device_type),
-        )
-        copied = units_of_plain(model, units, target.ranks, settings)
+        reshard = of_sharding.reshard_over(reshard_after_forward, ranks.shards)
+        offloads = of_sharding.resolve_offload(offload_policy, target.device_type)
+        settings = UnitSettings(policy, reshard, offloads=offloads)
+        copied = units_of_plain(model, units, ranks, settings)
     else:
-        copied = units_of_sharded(model, target.ranks)
+        copied = units_of_sharded(model, ranks)
     overrides = {
         "bucket_bytes": of_sharding.resolve_bucket_bytes(bucket_bytes),
         "prefetch": of_sharding.resolve_prefetch(prefetch),
         "max_message_bytes": of_sharding.resolve_max_message_bytes(max_message_bytes),
         "keep_gather_inputs": of_sharding.resolve_keep_gather_inputs("plan", keep_gather_inputs),
     }
-    ranks = target.ranks
     typical = link_of_buckets(target.transports, target.asked, ranks.shards, ranks.replicas)
     given = {name: value for name, value in overrides.items() if value is not None}
     decision = unit.root.decision if unit is not None and unit.root is not None else None
@@ -167,20 +164,32 @@ def plan(
     arguments.set_attached(root.units, optimizer_attached)
     arguments.check_batch(root.units, batch)
     flops = None if batch is None else count_flops(copied, batch, root.module_names())
-    seconds: Sequence[UnitSeconds] | None = None
-    if flops is not None and flops_per_second is not None:
-        seconds = [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
-    elif compute is not None:
-        seconds = arguments.seconds_of_units(compute, [unit.name for unit in root.units])
+    seconds = _seconds_of_units(root, flops, flops_per_second, compute)
     links = arguments.resolve_links(link, replica_link, typical, target)
     costs = None
     if seconds is not None:
-        arguments.check_times(root.units, seconds)
         on_lane = target.device_type == "cuda"
         costs = StepCosts(seconds, links[0], contention, copies, links[1], on_lane)
     result = _result(root, target, links, flops, costs, optimizer_states)
     _check_limit(result, memory_limit)
     return result
+
+
+def _seconds_of_units(
+    root: PlannedRoot,
+    flops: list[tuple[int, int]] | None,
+    flops_per_second: float | None,
+    compute: Mapping[str, Sequence[float]] | None,
+) -> list[UnitSeconds] | None:
+    """Return the seconds of each unit; None if no times are asked for."""
+    if flops is not None and flops_per_second is not None:
+        seconds = [UnitSeconds(f / flops_per_second, b / flops_per_second) for f, b in flops]
+    elif compute is not None:
+        seconds = arguments.seconds_of_units(compute, [unit.name for unit in root.units])
+    else:
+        return None
+    arguments.check_times(root.units, seconds)
+    return seconds
 
 
 def _result(
