@@ -250,8 +250,6 @@ class Lanes:
         size: int,
         gather: tuple[float, float],
         reduce: tuple[float, float],
-        jitter: float,
-        seed: int,
         multiprocessors: int,
         pack_multiprocessors: int,
         moves_memory: bool,

@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
-import random
 import sys
 import threading
 import time
@@ -164,7 +163,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._in_flight = settings.reductions_in_flight
         self._groups = settings.groups
         self._groups.append(self)
-        self._late = random.Random(0)
         self._reductions: list[Future[list[Tensor]]] = []
         self._last: Future[list[Tensor]] | None = None
         self._wire = Wire(f"{BACKEND} wire")
@@ -286,7 +284,6 @@ class SimulatedGroup(dist.ProcessGroup):
             seconds = self.link.seconds(REDUCE, 2 * nbytes)
         else:
             seconds = self.link.seconds(REDUCE if operation == REDUCE else GATHER, nbytes)
-        seconds *= 1 + self.link.jitter * self._late.expovariate(1.0)
         for source, destination in moves:
             if source.numel() != destination.numel():
                 raise ValueError(

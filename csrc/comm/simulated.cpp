@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <mutex>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -19,8 +18,7 @@ class SimulatedCommunicator final : public Communicator {
   SimulatedCommunicator(Device& device, const SimulatedOptions& options)
       : Communicator(simulated_traits(options.on_gpu), options.rank, options.size),
         device_(device),
-        options_(options),
-        random_(options.seed) {
+        options_(options) {
     FSDP_CHECK(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
                "The simulated transport got rank ", options.rank, " of ", options.size,
                " ranks. Ranks count from 0 to the number of ranks minus 1.");
@@ -112,10 +110,7 @@ class SimulatedCommunicator final : public Communicator {
   void enqueue_transfer(Stream& stream, const LinkCost& cost, std::size_t bytes,
                         std::vector<Move> moves) {
     check();
-    double seconds = cost.alpha + static_cast<double>(bytes) / cost.beta;
-    if (options_.jitter > 0) {
-      seconds *= 1 + options_.jitter * straggle_(random_);
-    }
+    const double seconds = cost.alpha + static_cast<double>(bytes) / cost.beta;
     const auto is_empty = [this](const Move& move) {
       return !options_.moves_memory || move.bytes == 0 ||
              (move.count == 1 && move.source == static_cast<const void*>(move.destination));
@@ -130,8 +125,6 @@ class SimulatedCommunicator final : public Communicator {
 
   Device& device_;
   SimulatedOptions options_;
-  std::mt19937_64 random_;
-  std::exponential_distribution<double> straggle_{1.0};
   std::mutex mutex_;  // guards error_
   std::string error_;
 };

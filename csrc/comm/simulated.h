@@ -19,12 +19,8 @@ struct LinkCost {
 struct SimulatedOptions {
   int rank = 0;
   int size = 1;
-  LinkCost gather;  // of all-gathers
-  LinkCost reduce;  // of reduce-scatters; an all-reduce takes alpha + 2 S / beta
-  // Each collective takes (1 + jitter * x) times as long, where x has the exponential distribution
-  // of mean 1. So a few collectives are stragglers.
-  double jitter = 0.0;
-  std::uint64_t seed = 0;
+  LinkCost gather;          // of all-gathers
+  LinkCost reduce;          // of reduce-scatters; an all-reduce takes alpha + 2 S / beta
   int multiprocessors = 0;  // that a collective occupies on a GPU; 0: none
   // On a GPU, a collective reads and writes as many bytes as a real one. It copies this rank's part
   // into the places of the other ranks. On the host it moves only this rank's part and leaves the

@@ -193,10 +193,8 @@ std::shared_ptr<Lanes> make_simulated_lanes(int device_index, const SimulatedOpt
                                        : make_cuda_device(device_index, timeout, cuda_framework());
   std::unique_ptr<Packer> packer =
       on_host ? make_host_packer() : make_cuda_packer(*device, pack_multiprocessors);
-  SimulatedOptions of_reduce = options;
-  of_reduce.seed += 1;
   Communicators communicators{make_simulated_communicator(*device, options),
-                              make_simulated_communicator(*device, of_reduce)};
+                              make_simulated_communicator(*device, options)};
   return lanes_over(std::move(communicators), std::move(device), std::move(packer));
 }
 

@@ -352,8 +352,6 @@ def _simulated_lanes(
         size=transport.world_size,
         gather=gather,
         reduce=reduce,
-        jitter=link.jitter,
-        seed=2 * transport.seed,
         multiprocessors=transport.multiprocessors,
         pack_multiprocessors=pack_multiprocessors() if on_gpu else 0,
         moves_memory=transport.moves_memory,

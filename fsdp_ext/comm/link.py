@@ -28,8 +28,6 @@ class Link:
         beta: bandwidth, bytes a second.
         reduce_alpha: latency of reductions, if it differs.
         reduce_beta: bandwidth of reductions, if it differs.
-        jitter: each collective takes (1 + jitter * x) times as long, where x is drawn from the
-            exponential distribution of mean 1.
         ranks: the largest number of ranks for which the figures hold; 0 for any number.
         across: the link between groups of ``ranks`` ranks, from each rank to its peers in the
             other groups. A collective over more than ``ranks`` ranks uses both links in turn.
@@ -47,7 +45,6 @@ class Link:
     beta: float
     reduce_alpha: float | None = None
     reduce_beta: float | None = None
-    jitter: float = 0.0
     ranks: int = 0
     across: Link | None = None
     one_wire: bool = False
@@ -77,11 +74,6 @@ class Link:
             raise ValueError(
                 f"link '{self.name}' has beta={self.beta!r}, reduce_beta={self.reduce_beta!r}. "
                 "Pass positive bandwidths in bytes a second, such as 12e9."
-            )
-        if not is_real(self.jitter) or self.jitter < 0:
-            raise ValueError(
-                f"link '{self.name}' has jitter={self.jitter!r}. Pass 0 or more; 0.1 makes "
-                "collectives 10% slower on average."
             )
         if self.across is not None and self.ranks < 1:
             raise ValueError(
@@ -118,7 +110,6 @@ class Link:
             beta=gather[1],
             reduce_alpha=reduce[0],
             reduce_beta=reduce[1],
-            jitter=max(self.jitter, far.jitter),
             one_wire=self.one_wire or far.one_wire,
             source=self.source,
         )
@@ -152,7 +143,7 @@ class Link:
         return (self.alpha, self.beta), (reduce_alpha, reduce_beta)
 
     def seconds(self, operation: str, nbytes: int) -> float:
-        """Return how many seconds a collective takes, without jitter.
+        """Return how many seconds a collective takes.
 
         Args:
             operation: "all_gather", "reduce_scatter" or "all_reduce".

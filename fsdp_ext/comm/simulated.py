@@ -26,7 +26,6 @@ from fsdp_ext._util.numbers import as_bool, check_ranks, is_at_least
 from fsdp_ext.comm.link import Link
 
 _MOST_MULTIPROCESSORS = 1024  # more than any GPU has
-_LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Simulated:
         rank: the rank of this process.
         multiprocessors: how many multiprocessors of a GPU a collective occupies while it runs, as
             NCCL's channels do. With 0, compute keeps all of them, as with copy engines.
-        seed: seed of the link's jitter.
         moves_memory: whether a collective also reads and writes this device's memory. Without it,
             a link that takes no time leaves the compute alone, as a baseline.
         replicas: how many ranks have the same shard. ``world_size / replicas`` ranks shard the
@@ -58,7 +56,6 @@ class Simulated:
     link: Link
     rank: int = 0
     multiprocessors: int = 0
-    seed: int = 0
     moves_memory: bool = True
     replicas: int = 1
     replica_link: Link | None = None
@@ -80,10 +77,6 @@ class Simulated:
             raise ValueError(
                 f"Simulated got multiprocessors={self.multiprocessors!r}. Pass a number from 0 to "
                 f"{_MOST_MULTIPROCESSORS}; NCCL takes up to about 32."
-            )
-        if not is_at_least(self.seed, 0, _LARGEST_SEED):
-            raise ValueError(
-                f"Simulated got seed={self.seed!r}. Pass a whole number from 0 to {_LARGEST_SEED}."
             )
         as_bool("Simulated", "moves_memory", self.moves_memory)
         if self.replicas == 1 and self.replica_link is not None:
@@ -120,7 +113,6 @@ class Simulated:
             world_size=self.replicas,
             link=self.link_between(self.shards, self.replicas),
             rank=self.rank // self.shards,
-            seed=self.seed + 1,
             replicas=1,
             replica_link=None,
         )

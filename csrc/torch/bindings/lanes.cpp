@@ -225,16 +225,14 @@ void register_transports(LanesClass& bound) {
       .def_static(
           "simulated",
           [](int device, int rank, int size, std::pair<double, double> gather,
-             std::pair<double, double> reduce, double jitter, std::uint64_t seed,
-             int multiprocessors, int pack_multiprocessors, bool moves_memory, double timeout) {
+             std::pair<double, double> reduce, int multiprocessors, int pack_multiprocessors,
+             bool moves_memory, double timeout) {
             SimulatedOptions options;
             options.moves_memory = moves_memory;
             options.rank = rank;
             options.size = size;
             options.gather = {gather.first, gather.second};
             options.reduce = {reduce.first, reduce.second};
-            options.jitter = jitter;
-            options.seed = seed;
             options.multiprocessors = multiprocessors;
             options.on_gpu = device >= 0;
             const py::gil_scoped_release no_gil;
@@ -242,8 +240,8 @@ void register_transports(LanesClass& bound) {
                                         milliseconds(timeout));
           },
           py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("size"), py::arg("gather"),
-          py::arg("reduce"), py::arg("jitter"), py::arg("seed"), py::arg("multiprocessors"),
-          py::arg("pack_multiprocessors"), py::arg("moves_memory"), py::arg("timeout"));
+          py::arg("reduce"), py::arg("multiprocessors"), py::arg("pack_multiprocessors"),
+          py::arg("moves_memory"), py::arg("timeout"));
 }
 
 void register_groups(LanesClass& bound) {
