@@ -414,6 +414,7 @@ def _unsharded_before_the_first_forward() -> None:
     model[2].set_modules_to_backward_prefetch([model[1]])
     model[0].unshard()
     assert torch.equal(model[0].weight, weight)
+    model[0].set_modules_to_forward_prefetch([model[2]])
     assert torch.equal(model(inputs), expected)
 
 

@@ -53,7 +53,7 @@ def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) ->
     """
     targets = sharded_units(modules, caller)
     root = units[0].root
-    if root is not None:
+    if root is not None and not root.is_provisional:
         for target in targets:
             root.number(target)  # raises if it is not there
     return [[inner] if targets else [] for inner in units[1:]] + [targets]
