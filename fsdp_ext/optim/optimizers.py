@@ -21,10 +21,9 @@ class Adam(FlatStep, torch.optim.Adam):
 class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
 
-    A parameter may get its first gradient after others. With ``fused=True`` this requires
-    ``dampening=0``, or else ``step`` raises RuntimeError. On the CPU, groups with bfloat16 or
-    float16 parameters step as with ``foreach=True``, because PyTorch's fused SGD does not update
-    them, and refuse a ``GradScaler``.
+    Where PyTorch's fused code cannot step a group, the group steps as with ``foreach=True``, and a
+    ``GradScaler`` is refused. This holds for bfloat16 and float16 parameters on the CPU, and with
+    dampening if parameters of the group get their first gradient after others.
     """
 
     def _step(self, part: Any) -> None:
@@ -36,23 +35,20 @@ class SGD(FlatStep, torch.optim.SGD):
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
-        if group["fused"] and any(map(_loses_fused_updates, params)):
+        if not group["fused"]:
+            return found
+        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
+        some_are_new = 0 < sum(each is None for each in momentums) < len(momentums)
+        if any(map(_loses_fused_updates, params)) or (some_are_new and group["dampening"] != 0):
             if getattr(self, "grad_scale", None) is not None:
                 raise RuntimeError(
-                    "fsdp_ext.optim.SGD got a GradScaler for bfloat16 or float16 parameters on "
-                    "the CPU, where PyTorch's fused code does not update them. Pass foreach=True."
+                    "fsdp_ext.optim.SGD got a GradScaler for parameters that PyTorch's fused code "
+                    "cannot step: bfloat16 or float16 on the CPU, or a first gradient in a later "
+                    "step than others of its group, with dampening. Pass foreach=True."
                 )
             vars(self).setdefault("_not_fused", []).append((group, group["foreach"]))
             group.update(foreach=True, fused=False)
-        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
-        if group["fused"] and 0 < sum(each is None for each in momentums) < len(momentums):
-            if group["dampening"] != 0:
-                raise RuntimeError(
-                    "fsdp_ext.optim.SGD got a parameter's first gradient in a later step than "
-                    "those of its group. PyTorch's fused code cannot step this with dampening. "
-                    "Pass foreach=True."
-                )
-            # Without dampening, a first step equals one from a momentum of 0.
+        elif some_are_new:  # without dampening, a first step equals one from a momentum of 0
             momentums[:] = [
                 torch.zeros_like(param) if each is None else each
                 for param, each in zip(params, momentums, strict=True)
