@@ -48,15 +48,17 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         ranks.agree("checkpoint.save", states, _check_states)
     with contextlib.ExitStack() as lock:
 
-        def begin(digests: list[str]) -> Any:
+        def begin(digests: list[tuple[str, str]]) -> Any:
             lock.enter_context(directories.locked(directory))
-            return directories.begin(directory).name, _are_equal(digests)
+            return directories.begin(directory).name, *map(_are_equal, zip(*digests, strict=True))
 
-        name, same_names = ranks.agree("checkpoint.save", snapshot.digest_of_names, begin)
+        name, share_work, same_names = ranks.agree(
+            "checkpoint.save", snapshot.digests_of_names, begin
+        )
         folder = directory / name
         written: dict[str, Any] | Exception
         try:
-            written = _write_files(snapshot, folder, ranks.rank, same_names)
+            written = _write_files(snapshot, folder, ranks.rank, share_work)
         except Exception as error:
             written = error
 
@@ -89,10 +91,10 @@ def _are_equal(values: Sequence[str]) -> bool:
 
 
 def _count_once(folder: Path, files: list[dict[str, Any]]) -> int:
-    """Count the elements in all ranks' files, those that several ranks wrote only once.
+    """Count the elements in all ranks' files. A part that several ranks wrote counts once.
 
-    Ranks that tensor parallelism lets share a parameter whole have the same part of it, although
-    its own mesh has only some of them.
+    Tensor parallelism leaves some parameters whole. All of its ranks then write the same part,
+    because the parameter's mesh has only the data-parallel ranks.
 
     Raises:
         ValueError: if ranks wrote different values of the same part of a tensor.
@@ -139,13 +141,19 @@ def _check_states(states: Sequence[dict[str, str]]) -> None:
             expected, first = known.setdefault(name, (found, rank))
             if found != expected:
                 raise ValueError(
-                    f"the optimizers of ranks {first} and {rank} differ in {name}. Make that "
-                    "equal, or save it in extra, where each rank saves its own."
+                    f"the optimizers of ranks {first} and {rank} differ in {name}. Make it "
+                    "equal on all ranks, or save it in extra, where each rank saves its own."
                 )
 
 
-def _write_files(snapshot: Snapshot, folder: Path, rank: int, same_names: bool) -> dict[str, Any]:
+def _write_files(snapshot: Snapshot, folder: Path, rank: int, share_work: bool) -> dict[str, Any]:
     """Write a rank's files.
+
+    Args:
+        snapshot: what the rank saves.
+        folder: the new checkpoint.
+        rank: the rank.
+        share_work: whether ranks have equal tensors that are not sharded, so that one writes each.
 
     Returns:
         ``files``: the name, size and checksum of each, by kind; ``elements``: how many of the model
@@ -159,7 +167,7 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, same_names: bool) 
     files = {}
     elements = 0
     for name, kind in snapshot.kinds.items():
-        boxes = without_others(kind.boxes) if same_names and name != "extra" else kind.boxes
+        boxes = without_others(kind.boxes) if share_work and name != "extra" else kind.boxes
         path = folder / f"{name}-{rank:05}.safetensors"
         writer = Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree)
         files[name] = writer.write((key, box.tensor) for key, box in boxes.items())

@@ -128,11 +128,13 @@ class Snapshot:
 
     Attributes:
         kinds: the files' contents.
-        elements: the elements of all whole tensors of the model and the optimizer.
+        names: the names of all tensors of the model and the optimizer, whoever writes them.
+        elements: the elements of these tensors as wholes.
         mesh: the shape of the model's mesh, by the names of its dimensions, for ``inspect``.
     """
 
     kinds: dict[str, Kind]
+    names: frozenset[str]
     elements: int
     mesh: dict[str, int]
 
@@ -143,13 +145,14 @@ class Snapshot:
         Raises:
             TypeError: if a tensor cannot be saved.
         """
-        kinds, elements = {}, 0
+        kinds, names, elements = {}, list[str](), 0
         for name, content in contents.items():
             rank, size = (0, 1) if name == "extra" else (ranks.rank, ranks.size)
             kinds[name] = Kind(own_boxes(content.tensors, rank, size), content.tree)
             if name != "extra":
+                names += content.tensors
                 elements += sum(tensor.numel() for tensor in content.tensors.values())
-        return cls(kinds, elements, _mesh_of(contents["weights"].tensors))
+        return cls(kinds, frozenset(names), elements, _mesh_of(contents["weights"].tensors))
 
     def __or__(self, other: Snapshot) -> Snapshot:
         """Return a snapshot with the tensors of both, of the same kinds of files."""
@@ -157,33 +160,37 @@ class Snapshot:
             name: Kind(kind.boxes | other.kinds[name].boxes, kind.tree)
             for name, kind in self.kinds.items()
         }
-        return Snapshot(kinds, self.elements + other.elements, self.mesh or other.mesh)
+        names, elements = self.names | other.names, self.elements + other.elements
+        return Snapshot(kinds, names, elements, self.mesh or other.mesh)
 
     @property
-    def digest_of_names(self) -> str:
-        """A checksum of the names of whole tensors, and of the number of elements in all."""
-        names = [
+    def digests_of_names(self) -> tuple[str, str]:
+        """Checksums of the names of tensors that are not sharded, and of all names.
+
+        Each includes the number of elements of all tensors.
+        """
+        not_sharded = [
             name
             for kind in ("weights", "optimizer")
             if kind in self.kinds
             for name, box in sorted(self.kinds[kind].boxes.items())
             if not box.is_sharded
         ]
-        return digest([names, self.elements])
+        return digest([not_sharded, self.elements]), digest([sorted(self.names), self.elements])
 
     def checksums_of_whole_states(self) -> dict[str, str]:
-        """Return checksums of what ranks' optimizers have to have alike, if the model is sharded.
+        """Return checksums of what has to be equal in all ranks' optimizers of a sharded model.
 
-        These are states that are no DTensors, and options. They may differ, for example if an
-        optimizer makes a state from the rank's shard.
+        These are the options of each parameter, and the states that are no DTensors. They may
+        differ by mistake, for example if an optimizer makes a state from the rank's shard.
         """
         if not self.mesh or "optimizer" not in self.kinds:
             return {}
         optimizer = self.kinds["optimizer"]
-        checksums = {
-            f"the options of group {number}": digest(group["options"])
-            for number, group in enumerate(optimizer.tree["groups"])
-        }
+        checksums: dict[str, str] = {}
+        for group in optimizer.tree["groups"]:
+            options = digest(group["options"])
+            checksums |= {f"the options of '{name}'": options for name in group["names"]}
         for name, states in optimizer.tree["state"].items():
             checksums[f"the state of '{name}' beside tensors"] = digest(states)
         for name, box in sorted(optimizer.boxes.items()):

@@ -251,3 +251,19 @@ def test_any_box_is_read_from_any_parts(
         reader.add("x", parts, tuple(begin for begin, _ in wanted), into)
     reader.run()
     assert torch.equal(into, whole[tuple(slice(*each) for each in wanted)])
+
+
+def _stages_with_options_of_their_own(place: Path) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))["shard"]
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(4, 4)})
+    fsdp_ext.fully_shard(model[f"stage{rank}"], mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    checkpoint.save(place, model, optimizer)
+    optimizer.param_groups[0]["lr"] = 5.0
+    checkpoint.load(place, model, optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1 + rank
+
+
+def test_pipeline_stages_may_have_options_of_their_own(tmp_path: Path) -> None:
+    run_ranks(_stages_with_options_of_their_own, 2, tmp_path)
