@@ -33,9 +33,9 @@ def from_dcp(source: Path, directory: Path) -> Path:
     """Convert a checkpoint of torch.distributed.checkpoint, one tensor after the other.
 
     In the dict that was passed to ``dcp.save``, an entry with "param_groups" is the optimizer's.
-    The model's is "model", or else an entry that is a dict of tensors. The others become ``extra``.
-    An only one that is named "extra", as :func:`to_dcp` writes it, is ``extra`` itself. If all
-    entries are tensors, the dict itself is the model's.
+    The model's is "model", or else an entry that is a dict of tensors. All
+    others become ``extra``. If the only other one is named "extra", as :func:`to_dcp` writes it,
+    its value becomes ``extra``. If all entries are tensors, the dict itself is the model's.
 
     Args:
         source: its directory. Parts of it are unpickled, so it has to be trusted.
@@ -51,8 +51,9 @@ def from_dcp(source: Path, directory: Path) -> Path:
     if all(isinstance(value, torch.Tensor) for value in saved.values()):
         saved = {"model": saved}
     names: dict[str, list[str]] = defaultdict(list)
+    has_model = isinstance(saved.get("model"), dict)
     for name, value in saved.items():
-        names[_kind_of(name, value, "model" in saved)].append(name)
+        names[_kind_of(name, value, has_model)].append(name)
     for kind in ("weights", "optimizer"):
         if len(names[kind]) > 1 or (kind == "weights" and not names[kind]):
             raise ValueError(
@@ -102,7 +103,7 @@ def _kind_of(name: str, value: Any, has_model: bool) -> str:
     if isinstance(value, dict):
         if "param_groups" in value:  # dcp.save leaves out a "state" that is empty
             return "optimizer"
-        if has_model:  # which may have extra states, and others may be dicts of tensors
+        if has_model:  # then other dicts of tensors, such as averaged weights, are extra
             return "weights" if name == "model" else "extra"
         if value and all(isinstance(item, torch.Tensor) for item in value.values()):
             return "weights"
