@@ -41,24 +41,27 @@ class Loaded:
         """Change the model and the optimizers.
 
         Raises:
-            ValueError: if an optimizer cannot load its state, such as that of another class. Then
-                nothing has changed.
+            ValueError: if an optimizer cannot load the states, for example those of another class.
+                Nothing has changed then.
         """
-        # First, because a class's own load_state_dict decides what it takes.
-        if self.optimizer is not None:
-            _set_or_restore(model, optimizers, self.optimizer)
-        state_dicts.set_weights(model, self.weights)
+        before = [(each, each.state, each.param_groups) for each in optimizers]
+        try:
+            # Optimizers come first: only their load_state_dict can tell whether it takes the states.
+            if self.optimizer is not None:
+                _set_optimizers(model, optimizers, self.optimizer)
+            state_dicts.set_weights(model, self.weights)
+        except Exception:
+            for optimizer, states, groups in before:  # load_state_dict has replaced both
+                optimizer.state, optimizer.param_groups = states, groups
+            raise
 
 
-def _set_or_restore(
+def _set_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], state: state_dicts.State
 ) -> None:
-    before = [(each, each.state, each.param_groups) for each in optimizers]
     try:
         state_dicts.set_optimizer_state(model, optimizers, state)
-    except Exception as error:
-        for optimizer, states, groups in before:  # load_state_dict has replaced both
-            optimizer.state, optimizer.param_groups = states, groups
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         kinds = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
             f"{kinds} cannot load the optimizer's states in the checkpoint "
