@@ -350,7 +350,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         return {"": WRAPPED}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those that whole parameters hide between forward and backward.
+        """Clear all gradients, including those of shards that are hidden until backward.
 
         Args:
             set_to_none: whether gradients are None afterwards, and not zeros.
@@ -361,11 +361,13 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             if unit.flat_param is not None or unit.is_summoned:
                 continue
             for param in unit.params:
-                if param.sharded.grad is not None:
-                    if set_to_none:
-                        param.sharded.grad = None
-                    else:
-                        param.sharded.grad.detach().zero_()
+                grad = param.sharded.grad
+                if grad is None or param.registered() is param.sharded:
+                    continue
+                if set_to_none:
+                    param.sharded.grad = None
+                else:
+                    grad.detach().zero_()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to all submodules, children first, and then to this one; on all ranks.
