@@ -53,6 +53,11 @@ RESHARD_AFTER_FORWARD = {
 }
 
 
+def without_checkpointing(name: str) -> str:
+    """Return a name without the names of activation checkpointing's wrappers."""
+    return name.replace(f"{CHECKPOINTED}.", "")
+
+
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether ``module`` is a ``FullyShardedDataParallel``, ours or PyTorch's."""
     return WRAPPED in module._modules
@@ -476,6 +481,6 @@ def cast_buffers(own: dict[str, nn.Module], dtype: torch.dtype | None) -> dict[s
     for module_name, module in own.items():
         for buffer_name, buffer in module.named_buffers(module_name, recurse=False):
             if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                before[buffer_name.replace(f"{CHECKPOINTED}.", "")] = buffer.dtype
+                before[without_checkpointing(buffer_name)] = buffer.dtype
                 buffer.data = buffer.data.to(dtype)
     return before

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.fsdp1.setup import CHECKPOINTED, WRAPPED, is_wrapper
+from fsdp_ext.fsdp1.setup import CHECKPOINTED, WRAPPED, is_wrapper, without_checkpointing
 from fsdp_ext.fsdp1.state_dict_forms import Form
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
@@ -49,16 +49,11 @@ def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
     Hooks of the wrappers inside run first, so their entries are converted already.
     """
     inside = tuple(
-        prefix + _without_checkpointing(f"{name}.")
+        prefix + without_checkpointing(f"{name}.")
         for name, module in wrapper.named_modules(remove_duplicate=False)
         if is_wrapper(module) and module is not wrapper
     )
     return [name for name in state_dict if name.startswith(prefix) and not name.startswith(inside)]
-
-
-def _without_checkpointing(name: str) -> str:
-    """Return a name inside of a wrapper as ``state_dict`` has it."""
-    return name.replace(f"{CHECKPOINTED}.", "")
 
 
 def _take_summoned(
@@ -71,7 +66,7 @@ def _take_summoned(
             parameters cannot be gathered, because other ranks need not take part here.
     """
     for own_name, param in module.named_parameters(remove_duplicate=False):
-        name = prefix + _without_checkpointing(own_name)
+        name = prefix + without_checkpointing(own_name)
         if name not in names:
             continue
         if form.is_full and isinstance(param, DTensor):
@@ -104,7 +99,7 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
         state_dict[prefix + FLAT] = local.to_local()
     try:
         for own_name, param in module.named_parameters(remove_duplicate=False):
-            name = prefix + _without_checkpointing(own_name)
+            name = prefix + without_checkpointing(own_name)
             if name not in state_dict:
                 continue
             sharded = stands_for(param)

@@ -32,7 +32,7 @@ from fsdp_ext.fsdp1.optimizer_states import (
     with_keys,
     with_values,
 )
-from fsdp_ext.fsdp1.setup import CHECKPOINTED
+from fsdp_ext.fsdp1.setup import without_checkpointing
 from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, SHARDED, Form, State
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_flat
@@ -391,7 +391,7 @@ class StateDictMethods:
 
     @classmethod
     def _names_of(cls, params: list[nn.Parameter], model: nn.Module) -> list[str]:
-        """Return an optimizer's parameters' names in ``state_dict``, without checkpointing's."""
+        """Return the names of an optimizer's parameters in ``state_dict``."""
         for wrapper in cls.fsdp_modules(model):
             reshard_and_forget(wrapper._fsdp_ext_unit)  # the optimizer has the sharded ones
         names = {param: name for name, param in model.named_parameters()}
@@ -400,7 +400,7 @@ class StateDictMethods:
                 f"the optimizer has a parameter that is not one of the {type(model).__name__}. "
                 "Make the optimizer of the wrapped model's parameters, and pass that model."
             )
-        return [names[param].replace(f"{CHECKPOINTED}.", "") for param in params]
+        return [without_checkpointing(names[param]) for param in params]
 
     @classmethod
     def _groups_in(cls, model: nn.Module, optim: Optimizer | None) -> list[list[nn.Parameter]]:

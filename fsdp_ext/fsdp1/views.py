@@ -28,7 +28,7 @@ from torch.distributed.fsdp._common_utils import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.fsdp1.setup import CHECKPOINTED
+from fsdp_ext.fsdp1.setup import without_checkpointing
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
 from fsdp_ext.sharding.params.flat_parameter import make_flat, parts_of_flat
 from fsdp_ext.sharding.root.module_state import (
@@ -76,7 +76,7 @@ class FlatParamView(_View):
         prefixes = {module: f"{name}." if name else "" for name, module in wrapped.named_modules()}
         attributes = [param.attributes[0] for param in self._unit.params]
         names = (prefixes[module] + name for module, name in attributes)
-        return tuple(name.replace(f"{CHECKPOINTED}.", "") for name in names)
+        return tuple(map(without_checkpointing, names))
 
     @property
     def _params(self) -> list[nn.Parameter]:
