@@ -322,10 +322,9 @@ class _Reductions:
     packing: _Lane | None
     all_reduces: _Lane | None
     updates_on_lane: bool
-    last: list[_Job] = field(default_factory=list)  # messages, which take turns with two inputs
-    outputs: list[_Job] = field(
-        default_factory=list
-    )  # all-reduces, which take turns with two outputs
+    # Messages take turns with two inputs, all-reduces with two outputs.
+    last: list[_Job] = field(default_factory=list)
+    outputs: list[_Job] = field(default_factory=list)
 
     def issue(self, stage: Stage) -> _Job | None:
         """Issue a reduction and the update on its lane; return the last of these jobs."""
@@ -342,10 +341,8 @@ class _Reductions:
             last = self.wire.issue(stage.name, messages, nbytes, copies, after)
             self.last.append(last)
         if self.updates_on_lane and stage.update > 0:
-            lane = (
-                self.all_reduces if self.all_reduces and stage.all_reduce_bytes > 0 else self.wire
-            )
-            last = lane.issue(stage.name, 0, 0, stage.update, after)
+            lane = self.all_reduces if stage.all_reduce_bytes > 0 else self.wire
+            last = (lane or self.wire).issue(stage.name, 0, 0, stage.update, after)
         return last
 
     def _issue_with_all_reduces(
