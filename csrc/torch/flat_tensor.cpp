@@ -101,7 +101,8 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
   if (flat_.is_cuda()) {
     // Its old memory may belong to another stream, and is freed before this one has read it. The
-    // allocator ignores this for memory that it lent to us: Reducer::renew_gradients orders that.
+    // allocator ignores this for memory that fsdp_ext has allocated. For gradients,
+    // Reducer::renew_gradients lets the owner wait instead.
     flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
   }
   set_memory(std::move(memory));

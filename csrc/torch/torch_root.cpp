@@ -115,7 +115,9 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   for (const auto& other : units_) {
     other->carry_gradient_settings();
   }
-  recover();  // first, because a parameter frozen since may have had to wait for what this drops
+  // A frozen parameter stays trainable while its unit awaits a reduction. recover() drops that
+  // reduction, so the settings are compared after it.
+  recover();
   if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
     return false;
   }
@@ -208,15 +210,15 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
       with_python(warn_of_lost_gradients);
     }
     if (!passes().in_backward()) {
-      begin_autograds_backward(node);
+      begin_engine_backward(node);
     }
-  } catch (...) {  // no BackwardGuard gives the root back
+  } catch (...) {  // there is no BackwardGuard yet, which would give the root back
     return_from_backward();
     throw;
   }
 }
 
-void TorchRoot::begin_autograds_backward(const torch::autograd::Node* node) {
+void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
   if (before_backward_) {
     with_python([this] {
       const py::object method = before_backward_();
@@ -237,8 +239,9 @@ void TorchRoot::begin_autograds_backward(const torch::autograd::Node* node) {
 }
 
 void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
+  // Check all units before any is changed, so that a refused backward changes nothing.
   for (const auto& unit : units_) {
-    unit->check_shown_gradients();  // of all units before any is taken: a refusal changes nothing
+    unit->check_shown_gradients();
   }
   for (const auto& unit : units_) {
     unit->begin_backward();

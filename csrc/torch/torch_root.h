@@ -83,7 +83,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
-  void begin_autograds_backward(const torch::autograd::Node* node);
+  void begin_engine_backward(const torch::autograd::Node* node);
   void begin_backward(bool may_reshard, const BackwardGraph& graph);
   void end_backward();
   void return_from_backward();

@@ -270,7 +270,8 @@ void TorchUnit::register_parameters(bool unsharded) {
     return (are_unsharded ? of.unsharded_object : of.sharded).ptr();
   };
   auto attribute = attributes_.cbegin();
-  const auto put_back_until = [&](auto end) {  // the next use begins with all attributes as before
+  // Restores the attributes before `end`, so that the next use finds all of them unchanged.
+  const auto put_back_until = [&](auto end) {
     for (auto changed = attributes_.cbegin(); changed != end; ++changed) {
       changed->put(objects(!unsharded, changed->parameter()));
     }
@@ -283,10 +284,10 @@ void TorchUnit::register_parameters(bool unsharded) {
                  "' was replaced after fully_shard. Change parameters in place, or through "
                  "load_state_dict or module.to().");
     }
-  } catch (const python_error&) {  // a module's own __setattr__, which may have set this one
+  } catch (const python_error&) {  // of a module's __setattr__, which may have set this attribute
     put_back_until(attribute + 1);
     throw;
-  } catch (const Error&) {  // this one is the user's
+  } catch (const Error&) {  // this attribute has the user's parameter, which stays
     put_back_until(attribute);
     throw;
   }

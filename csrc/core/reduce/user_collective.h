@@ -32,9 +32,9 @@
 
 namespace fsdp {
 
-// The memory that a hook may write. `output` is the gradients, or what a custom collective makes.
-// `input` is what a custom collective makes it from, or a communication hook of ranks that share
-// parameters; otherwise it is null.
+// The memory that a hook may use. `output` has the gradients, or receives the result of a custom
+// collective. `input` is set for a custom collective, and for a communication hook of ranks that
+// share parameters. Otherwise it is null.
 struct HookTensors {
   void* output;
   std::size_t numel;

@@ -6,6 +6,7 @@
 //   end_forward     Forward -> AwaitingBackward, or Idle if autograd recorded nothing
 //   begin_backward  Idle, AwaitingBackward -> Backward; Forward -> BackwardInForward
 //   end_backward    Backward -> Idle; BackwardInForward -> Forward
+//   abandon         any -> Idle, after an exception
 //
 // begin_backward follows Idle if backward runs over a graph for the second time. If forward itself
 // runs a backward that fails, and catches the error, it ends in Backward. A pass that an exception
@@ -87,7 +88,7 @@ class Passes {
                              : State::Idle;
   }
   void end_backward() { state_ = in_forward() ? State::Forward : State::Idle; }
-  void abandon() { state_ = State::Idle; }  // a pass that an exception has ended
+  void abandon() { state_ = State::Idle; }
 
   State state_ = State::Idle;
   std::atomic<int> outermost_ = kNone;
