@@ -33,7 +33,7 @@ def check_ranks(caller: str, world_size: int, replicas: int) -> None:
     if not is_at_least(replicas, 1) or world_size % replicas != 0:
         raise ValueError(
             f"{caller} got {replicas!r} replicas of a model on {world_size} ranks. Pass a number "
-            "that divides the ranks."
+            "of replicas that divides the number of ranks."
         )
 
 

@@ -59,7 +59,7 @@ def save(
     Raises:
         OSError: if a file cannot be written, or another job saves into the directory.
         TypeError: if something cannot be saved, named in the message.
-        ValueError: if an argument cannot be used, or an optimizer's state differs between ranks.
+        ValueError: if an argument cannot be used, or optimizers differ between ranks.
         OtherRanksError: if another rank could not save.
     """
     directory = Path(directory).absolute()
@@ -170,7 +170,7 @@ def load(
         FileNotFoundError: if there is no checkpoint, or one of its files is missing.
         DamagedFileError: if a file is not what was written. The message names tensor and file.
         TypeError: for weights on the meta device.
-        ValueError: if the checkpoint is of another model.
+        ValueError: if the checkpoint is of another model, or an optimizer cannot load its states.
         OtherRanksError: if another rank could not read.
     """
     ranks = Ranks(process_group, timeout)

@@ -66,7 +66,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory with all that is in it. Of a symbolic link, only remove the link."""
+    """Remove a directory with all that is in it. If it is a symbolic link, remove only the link."""
     if path.is_symlink():
         remove(path)
         return

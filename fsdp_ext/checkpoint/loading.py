@@ -46,7 +46,7 @@ class Loaded:
         """
         before = [(each, each.state, each.param_groups) for each in optimizers]
         try:
-            # Optimizers come first: only their load_state_dict can tell whether it takes the states.
+            # Optimizers first: only their load_state_dict can tell whether it takes the states.
             if self.optimizer is not None:
                 _set_optimizers(model, optimizers, self.optimizer)
             state_dicts.set_weights(model, self.weights)

@@ -51,7 +51,7 @@ class Ranks:
         size: the number of ranks.
 
     Raises:
-        TypeError: if the group is none, or the timeout no timedelta.
+        TypeError: if the group is not a ProcessGroup, or the timeout is not a timedelta.
         ValueError: if the group has no store, or this process is not in it.
     """
 

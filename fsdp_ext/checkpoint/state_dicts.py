@@ -42,7 +42,7 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
         keys = set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     else:
         keys = model.load_state_dict(weights, strict=False)
-    unexpected = getattr(keys, "unexpected_keys", None) or ()  # a user's own method may return none
+    unexpected = getattr(keys, "unexpected_keys", None) or ()  # a user's own method may return None
     # PyTorch's function knows a module that is used in several places under its first name only.
     again = tuple(_further_prefixes(model))
     ignored = [name for name in unexpected if not name.startswith(again)]

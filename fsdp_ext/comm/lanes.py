@@ -376,7 +376,7 @@ def nccl_lanes(
     mine = f"{settings}\n{nccl_host()}"
     received = rendezvous.exchange("has the id", mine.encode())
     all_settings, _, hosts = zip(*(text.decode().partition("\n") for text in received), strict=True)
-    # NCCL would hang or fail.
+    # NCCL hangs or fails if they differ.
     rendezvous.check_equal(all_settings, "NCCL settings", "Set the variables alike on all ranks.")
     return _C.Lanes.nccl(
         libraries=libraries,

@@ -199,7 +199,7 @@ class Rendezvous:
             advice: a sentence for the message.
 
         Raises:
-            RuntimeError: if a rank asks for something else than this one. Both are named.
+            RuntimeError: if another rank asks for another setting. The message names both ranks.
         """
         mine = texts[self.rank]
         for rank, text in zip(self.ranks, texts, strict=True):

@@ -122,9 +122,9 @@ def plan(
     Raises:
         TypeError: if an argument has the wrong type.
         NotImplementedError: if times are asked for and a unit is resharded to a smaller group, if
-            units have several meshes, if a parameter has ``fsdp_pre_all_gather``, if tensor
-            parallelism has split one and a batch is passed or the model is plain, or if ranks
-            cannot share a parameter's dimension equally.
+            units have several meshes, if a parameter has ``fsdp_pre_all_gather``, if a plain
+            model has a DTensor, if a batch is passed and tensor parallelism has split a parameter,
+            or if the ranks cannot share a parameter's dimension equally.
         ValueError: if an argument or a parameter does not fit, or if the plan exceeds
             ``memory_limit``; that message has the table.
     """

@@ -188,7 +188,7 @@ def rank_order_sum(parts: list[torch.Tensor]) -> torch.Tensor:
 def run_in_turns(worker: Callable[[], T], size: int) -> list[T]:
     """Call ``worker`` on threads that are ranks, and return the results by rank.
 
-    Each of them has a default process group of its own meanwhile. If ranks raise, the error of the
+    Each thread has a default process group of its own meanwhile. If ranks raise, the error of the
     one that raised first is raised. The caller restores the random generators.
     """
     from torch.testing._internal.distributed import multi_threaded_pg
