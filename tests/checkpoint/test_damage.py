@@ -209,7 +209,7 @@ def test_an_index_that_names_a_file_elsewhere(copy: Path) -> None:
         checkpoint.load(copy, *made())
 
 
-def test_an_index_that_is_nested_too_deeply(copy: Path) -> None:
+def test_an_index_that_is_nested_too_deeply_is_damaged(copy: Path) -> None:
     (copy / "index.json").write_text("[" * 100_000)
     with pytest.raises(checkpoint.DamagedFileError, match=r"index.json is damaged"):
         checkpoint.load(copy, *made())
@@ -265,7 +265,7 @@ class Counting(torch.optim.SGD):
         return {**super().state_dict(), "tokens": 7}
 
 
-def test_the_state_of_an_optimizer_of_another_class(tmp_path: Path) -> None:
+def test_states_of_another_optimizer_class_leave_the_model_unchanged(tmp_path: Path) -> None:
     model = Net()
     momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
@@ -386,7 +386,9 @@ def test_values_that_would_need_pickle_are_refused(tmp_path: Path, value: Any, n
 
 
 @pytest.mark.parametrize("array", [numpy.array(["a"]), numpy.arange(2, dtype=">i4")])
-def test_arrays_that_no_tensor_can_have_are_named(tmp_path: Path, array: Any) -> None:
+def test_arrays_that_cannot_become_tensors_are_named_in_the_error(
+    tmp_path: Path, array: Any
+) -> None:
     with pytest.raises(TypeError, match=r"extra/x is a NumPy array of .*, which cannot be saved"):
         checkpoint.save(tmp_path, nn.Linear(1, 1), extra={"x": array})
 

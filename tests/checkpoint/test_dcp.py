@@ -79,7 +79,7 @@ def test_tensors_inside_of_other_values_are_converted(tmp_path: Path) -> None:
     assert torch.equal(converted["extra"]["pair"][0], torch.ones(2))
 
 
-def test_what_was_converted_can_be_converted_back(tmp_path: Path) -> None:
+def test_a_checkpoint_survives_conversion_to_dcp_and_back(tmp_path: Path) -> None:
     saved, dcp_path, back = (str(tmp_path / name) for name in ("saved", "dcp", "back"))
     model = Stateful(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # it has no states

@@ -89,5 +89,5 @@ def _hooks_after_a_hook_that_failed() -> None:
     assert len(called) == 1
 
 
-def test_a_hook_that_did_not_run_is_not_made_up_for() -> None:
+def test_hooks_of_a_failed_backward_do_not_run_in_the_next_one() -> None:
     run_ranks(_hooks_after_a_hook_that_failed, 2)
