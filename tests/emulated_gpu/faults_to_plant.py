@@ -214,8 +214,6 @@ NOT_SEEN = {
     "reduction.reduced_->synchronize(device_.timeout(), reduction.label);": (
         "only ranks without GPUs get there"
     ),
-    "core/reduce/reducer_updates.cpp finish_updates: ledger_.wait("
-    "*reduction.reduced_, reduction.label, Work::WaitForReduction,": BESIDE,
     "core/reduce/reducer_updates.cpp end_updates: "
     "stream->wait(*reduction.reduced_, reduction.label);": (
         "a later reduction has ordered the stream behind the compute stream, which has waited; "
