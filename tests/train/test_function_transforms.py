@@ -24,7 +24,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "vmap": lambda model, x: vmap(model)(x),
 }
 # PyTorch 2.11 finds the empty storage before anybody can say whose it is.
-FREED = r"unit '2' was read while it is freed.*call unshard\(\)|for storage of size 0"
+FREED = r"unit '[02]' was read while it is freed.*call unshard\(\)|for storage of size 0"
 FREEZES_BEFORE, STEPS = 2, 4  # freezing rebuilds the schedule inside the transform
 
 
@@ -181,10 +181,9 @@ def _parameters_as_arguments() -> None:
                 refused = rf"parameter '{name}' of unit '.*' was replaced after fully_shard"
                 with pytest.raises(RuntimeError, match=refused):
                     functional_call(model, {name: others[name]}, (x,))
-                with pytest.raises(
-                    RuntimeError, match=r"unit '0' was read while it is freed|size 0"
-                ):
-                    unsharded[0] + 1
+                # PyTorch 2.11 would end in a segmentation fault where nothing checks the size.
+                with pytest.raises(RuntimeError, match=FREED):
+                    torch.as_strided(unsharded[0], (1,), (1,)) + 1
                 again = model(x)
                 assert torch.equal(again, own)
                 again.sum().backward()
