@@ -179,15 +179,17 @@ void ShownGradients::take_back_all(const std::string& unit) {
     const at::Tensor gradient = shown.is_shown ? shown_gradient(i, unit) : at::Tensor();
     if (gradient.defined()) {
       parameters_.gradient_owner(i).mutable_grad() = shown.put_aside;
-      take_back(i, gradient);
+      const ParamSpec& spec = parameters_.layout().params()[parameters_.trainable()[i]];
+      const DType of_autograd = spec.unsharded_grad_dtype.value_or(spec.param_dtype);
+      take_back(i, gradient.to(to_scalar_type(of_autograd)));
       has_taken_ = true;
     }
   }
   set_any(false);
 }
 
-// Returns the gradient that the user has left in .grad, in the dtype in which autograd adds to it.
-// It is undefined if there is none, or if the user has set a sharded one.
+// Returns the gradient that the user has left in .grad. It is undefined if there is none, or if the
+// user has set a sharded one.
 at::Tensor ShownGradients::shown_gradient(std::size_t trainable, const std::string& unit) const {
   const std::size_t parameter = parameters_.trainable()[trainable];
   at::Tensor gradient = parameters_.gradient_owner(trainable).grad();
@@ -210,8 +212,7 @@ at::Tensor ShownGradients::shown_gradient(std::size_t trainable, const std::stri
              " of unit '", unit, "' has shape ", gradient.sizes(), " on ", gradient.device(),
              ", but the accumulated gradient has shape ", at::IntArrayRef(shape), " on ", device_,
              ". Set .grad to a tensor of that shape, or to None.");
-  gradient = gradient.requires_grad() ? gradient.detach() : gradient;
-  return gradient.to(to_scalar_type(spec.unsharded_grad_dtype.value_or(spec.param_dtype)));
+  return gradient.requires_grad() ? gradient.detach() : gradient;
 }
 
 void ShownGradients::take_back(std::size_t trainable, const at::Tensor& gradient) {
