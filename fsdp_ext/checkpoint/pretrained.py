@@ -19,7 +19,7 @@ from fsdp_ext.checkpoint.loading import plan_weights
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Parts, Reader, Weights
 from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
-from fsdp_ext.checkpoint.tensor_files import TensorFile
+from fsdp_ext.checkpoint.tensor_files import MALFORMED, TensorFile
 
 
 @torch.inference_mode(False)  # DTensors cannot be detached there
@@ -99,7 +99,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         file_of = json.loads(path.read_bytes())["weight_map"]
         items = [(str(name), str(file)) for name, file in file_of.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ValueError(
             f"{path} cannot be understood ({type(error).__name__}: {error}). Copy it again."
         ) from error

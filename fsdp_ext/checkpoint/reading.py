@@ -19,6 +19,7 @@ from fsdp_ext.checkpoint.directory import INDEX
 from fsdp_ext.checkpoint.saving import FORMAT
 from fsdp_ext.checkpoint.tensor_files import (
     BLOCK,
+    MALFORMED,
     DamagedFileError,
     Part,
     TensorFile,
@@ -151,7 +152,7 @@ class Checkpoint:
             index = json.loads(text)
             content, expected = index["content"], index["checksum"]
             is_whole = digest(content) == expected
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except MALFORMED as error:
             raise DamagedFileError(f"{path} is damaged: it cannot be parsed ({error}).") from error
         if not is_whole:
             raise DamagedFileError(f"{path} is damaged: its checksum differs.")
@@ -179,7 +180,7 @@ def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
     """Decode what a file has beside tensors."""
     try:
         return decode(tree, tensor_of)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise DamagedFileError(
             f"{path} has metadata that cannot be understood ({error})."
         ) from error

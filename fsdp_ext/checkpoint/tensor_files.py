@@ -61,6 +61,10 @@ _COMPACT = (",", ":")
 Bytes = memoryview
 
 
+# What code raises that reads JSON of another form than it expects.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
 class DamagedFileError(ValueError):
     """A file is not what its writer wrote, or not of this format."""
 
@@ -383,7 +387,7 @@ class TensorFile:
                 name: _part(start, entry, ours.get("parts", {}).get(name))
                 for name, entry in entries.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except MALFORMED as error:
             self._fail(f"has a header that cannot be understood ({error})", error)
         self._check_places(parts, start)
         return parts, ours.get("tree")
