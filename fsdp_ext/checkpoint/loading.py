@@ -162,10 +162,9 @@ def plan_weights(
         )
     planned: dict[str, Any] = {}
     for name in (name for name in wanted if name in names):
-        tree = other.get(name)
-        if name in parts and _is_extra_state(name, wanted[name]):
-            tree = {"tensor": name}
-        if tree is not None or name in other:
+        is_extra = name in parts and _is_extra_state(name, wanted[name])
+        if is_extra or name in other:
+            tree = {"tensor": name} if is_extra else other[name]
             whole = partial(_whole_like, parts)
             planned[name] = _plan_tree(tree, whole, parts, reader, stored.path)
         else:
