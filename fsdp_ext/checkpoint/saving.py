@@ -20,8 +20,6 @@ from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer, digest
 
-Sizes = tuple[int, ...]
-
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
 
@@ -99,7 +97,7 @@ def _count_once(folder: Path, files: list[dict[str, Any]]) -> int:
     Raises:
         ValueError: if ranks wrote different values of the same part of a tensor.
     """
-    known: dict[tuple[str, str, Sizes, Sizes], tuple[Part, int]] = {}
+    known: dict[tuple[Any, ...], tuple[Part, int]] = {}
     for rank, of_rank in enumerate(files):
         for kind in of_rank.keys() - {"extra"}:
             name, size, header = of_rank[kind]
