@@ -159,7 +159,7 @@ class Lane {
 
  private:
   using Movables = std::vector<Movable>::const_iterator;
-  // Returns the first tensor that does not fit into the block.
+  // Moves as many tensors as fit into one new block. Returns the first one that is left.
   Movables move_into_a_block(Movables first, Movables end, BufferUse use);
 
   void drain(Stream& stream) noexcept;

@@ -100,9 +100,9 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   const at::NoGradGuard no_grad;
   at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
   if (flat_.is_cuda()) {
-    // Its old memory may belong to another stream, and is freed before this one has read it. The
-    // allocator ignores this for memory that fsdp_ext has allocated. For gradients,
-    // Reducer::renew_gradients lets the owner wait instead.
+    // The old memory may belong to another stream, and is freed before the current stream has read
+    // it. PyTorch's allocator ignores record_stream for memory that fsdp_ext has allocated. For
+    // such gradients, Reducer::renew_gradients makes the other stream wait.
     flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
   }
   set_memory(std::move(memory));

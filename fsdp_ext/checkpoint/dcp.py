@@ -32,10 +32,10 @@ from fsdp_ext.checkpoint.unread import Unread, stored
 def from_dcp(source: Path, directory: Path) -> Path:
     """Convert a checkpoint of torch.distributed.checkpoint, one tensor after the other.
 
-    In the dict that was passed to ``dcp.save``, an entry with "param_groups" is the optimizer's.
-    The model's is "model", or else an entry that is a dict of tensors. All
-    others become ``extra``. If the only other one is named "extra", as :func:`to_dcp` writes it,
-    its value becomes ``extra``. If all entries are tensors, the dict itself is the model's.
+    In the dict that was passed to ``dcp.save``, the optimizer is an entry with "param_groups". The
+    model is the entry "model", or else an entry that is a dict of tensors. All other entries become
+    ``extra``. If "extra" is the only other entry, as :func:`to_dcp` writes it, its value becomes
+    ``extra``. If all entries are tensors, the dict itself is the model.
 
     Args:
         source: its directory. Parts of it are unpickled, so it has to be trusted.

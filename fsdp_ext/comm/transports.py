@@ -30,8 +30,8 @@ _OTHER_NAMES = {"gloo": "process_group", "mpi": "process_group", "shm": "shared_
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The schedule waits longer than the backend by this much, because the backend's error says more.
 GRACE = timedelta(seconds=10)
-# Within a host the timeout is longer by this much, so that a rank that waits for the network
-# reports it first.
+# Timeouts within a host are longer by this much than those of the network. So if the network fails,
+# the rank that waits for it is the first to raise.
 _GRACE_ON_HOST = GRACE / 2
 
 # Names of transports are padded to this length in messages between ranks.

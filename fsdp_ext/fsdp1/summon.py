@@ -325,7 +325,7 @@ class SummonMethods:
         recurse = as_bool("summon_full_params", "recurse", recurse)
         wrappers = cls.fsdp_modules(module) if recurse or isinstance(module, cls) else []
         taken = wrappers if recurse else wrappers[:1]
-        # An outer wrapper shares the unit of the inner one, and has nothing to summon itself.
+        # A wrapper around a wrapper shares its unit, and the inner wrapper summons that.
         units = [each._fsdp_ext_unit for each in taken if not each._wraps_wrapper]
         with summon(units, how, "summon_full_params"):
             yield

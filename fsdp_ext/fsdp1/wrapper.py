@@ -374,7 +374,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
         ``fn`` sees whole parameters. Afterwards each rank keeps its own shard of them.
         """
-        # An outer wrapper shares the unit of the inner wrapper, which summons it.
+        # A wrapper around a wrapper shares its unit, and the inner wrapper summons that.
         units = [] if self._wraps_wrapper else [self._fsdp_ext_unit]
         with summon(units, Summoning(), "apply"):
             super().apply(fn)

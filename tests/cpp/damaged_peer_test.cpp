@@ -26,7 +26,8 @@ constexpr int kAttempts = 3000;
 
 using Random = std::mt19937_64;
 
-// The fields of a mailbox, and the start of the long text at its end.
+// How many bytes of a mailbox are damaged: all fields, of the long `reason` at the end only a
+// start.
 constexpr std::size_t kFields = offsetof(Mailbox, reason) + 64;
 
 // Numbers near those that matter, and others.

@@ -71,7 +71,7 @@ void BufferRing::for_each_overlap(std::size_t offset, std::size_t bytes, const V
   }
 }
 
-// The newest `released_at` of the slots that a slot at this place would overlap. kTaken if one of
+// Returns the latest `released_at` of all slots that overlap this place. Returns kTaken if one of
 // them has an owner, or if the place exceeds the ring.
 std::uint64_t BufferRing::newest_release(std::size_t offset, std::size_t bytes) const {
   std::uint64_t newest = offset + bytes <= plan_.bytes ? 0 : kTaken;

@@ -138,8 +138,8 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
   return memory;
 }
 
-// Both halves of an input are aligned. A single message is not packed ahead, because the second
-// half would stay empty.
+// An input that packs ahead has two aligned halves, one for each of two messages. With one message
+// there is nothing to pack ahead, so the input has one part.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
                              bool has_replicas, bool in_pieces_elsewhere) {
   ReduceMemory memory;

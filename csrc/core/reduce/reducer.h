@@ -104,8 +104,8 @@ class Reducer {
   void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Gives lent gradients memory for a user, who uses them on the compute stream.
   void return_gradients(Bucket& bucket);
-  // Begins a backward. has_accumulated_before() counts gradients of earlier ones. Gradients may be
-  // lent if `may_lend`: Note [lent gradients].
+  // Begins a backward, so that has_accumulated_before() can tell gradients of earlier backwards
+  // from its own. `may_lend`: whether gradients may be lent in it, see Note [lent gradients].
   void begin_backward(bool may_lend) {
     first_packing_ = packings_ + 1;
     may_lend_ = may_lend;

@@ -142,8 +142,8 @@ void Reducer::ensure_gradient_memory(Bucket& bucket) {
   renew_gradients(bucket);
 }
 
-// The compute stream copies gradients out of the old memory, and writes zeros to padding in the new
-// one. It may be another stream than the owner of both: Note [gradients of several streams].
+// The compute stream copies gradients from the old memory to the new memory, whose padding it fills
+// with zeros. Both may belong to another stream, their owner: Note [gradients of several streams].
 void Reducer::renew_gradients(Bucket& bucket) {
   Stream& compute = device_.compute_stream();
   const bool is_owner = bucket.gradient_stream() == compute.native_handle();

@@ -21,7 +21,7 @@ from fsdp_ext.sharding.params.ranks import Ranks
 class OwnRows:
     """One rank's rows of an extension, in memory of their own: Note [tensor extensions].
 
-    It calls only the operators that FSDP2 calls, because a class may implement no others.
+    Methods here call only operators that FSDP2 calls, because the tensor's class may lack others.
 
     Args:
         size: size of that memory, which is the same on all ranks.
