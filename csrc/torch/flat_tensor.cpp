@@ -66,21 +66,26 @@ FlatTensor::FlatTensor(at::Tensor flat, const std::vector<at::Tensor>& parts)
     : flat_(std::move(flat)), data_(data_of(flat_.storage())), owner_(owner_of(flat_)) {
   const char* begin = at_byte(data_, 0);
   for (const at::Tensor& part : parts) {
+    if (part.storage().nbytes() == 0) {
+      continue;  // it has no memory
+    }
     const char* place = at_byte(data_of(part.storage()), 0);
     parts_.push_back({part.storage(), static_cast<std::size_t>(place - begin)});
   }
 }
 
-at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::int64_t offset,
+at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::size_t offset,
                                const std::vector<std::int64_t>& shape, at::ScalarType dtype) {
   std::size_t bytes = c10::elementSize(dtype);
   for (const std::int64_t size : shape) {
     bytes *= static_cast<std::size_t>(size);
   }
+  // torch.save takes storages at one address for the same memory, so an empty one has none.
+  c10::DataPtr memory = bytes == 0 ? c10::DataPtr(nullptr, flat.device())
+                                   : data_ptr_of(at_byte(data_of(flat.storage()), offset),
+                                                 owner_of(flat), flat.device());
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes,
-      data_ptr_of(at_byte(data_of(flat.storage()), static_cast<std::size_t>(offset)),
-                  owner_of(flat), flat.device()),
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(memory),
       /*allocator=*/nullptr, /*resizable=*/false);
   return view_of_storage(storage, 0, shape, dtype, flat.device());
 }

@@ -29,7 +29,7 @@ class FlatTensor {
   FlatTensor(at::Tensor flat, const std::vector<at::Tensor>& parts);
 
   // A tensor with a storage of its own at byte `offset` of `flat`. It keeps the memory alive.
-  static at::Tensor part_of(const at::Tensor& flat, std::int64_t offset,
+  static at::Tensor part_of(const at::Tensor& flat, std::size_t offset,
                             const std::vector<std::int64_t>& shape, at::ScalarType dtype);
 
   // A tensor like `flat` over other memory.

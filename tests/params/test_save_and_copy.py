@@ -15,8 +15,10 @@ import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
 from support.models import FewRows, Stack
 from support.parity import SYSTEM, Case, Sharded, adamw, load_system, train_step
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+import fsdp_ext
 
 
 def trained(system: str = SYSTEM, steps: int = 3) -> Sharded:
@@ -84,6 +86,31 @@ def _copies(how: str) -> None:
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_the_state_can_be_loaded_and_trained_from(how: str) -> None:
     run_ranks(_copies, 2, how)
+
+
+class WithNothing(nn.Module):
+    """Has a parameter without elements beside one of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
+        self.weight = nn.Parameter(torch.arange(4.0))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum() + self.nothing.sum().float()
+
+
+def _parameter_without_elements(how: str) -> None:
+    model = fsdp_ext.fully_shard(WithNothing())
+    model().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for state in (model.state_dict(), gradients):
+        assert_equal_but_apart(COPIES[how](state), state)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_parameter_without_elements_can_be_saved(how: str) -> None:
+    run_ranks(_parameter_without_elements, 2, how)
 
 
 def _sizes() -> None:

@@ -250,7 +250,8 @@ def gradient_places(
 
 def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -> bool:
     """Return whether ``part`` is the entry's shard, and begins at byte ``offset`` of ``flat``."""
-    if _address(part) != _address(flat) + offset:
+    begin = part.untyped_storage().data_ptr()
+    if part.numel() > 0 and begin != flat.untyped_storage().data_ptr() + offset:
         return False
     if isinstance(entry, GatherInput):
         return (part.shape, part.dtype) == entry.shape_and_dtype_of_part
@@ -265,8 +266,3 @@ def lies_in(entry: Entry, part: torch.Tensor, flat: torch.Tensor, offset: int) -
         and local.untyped_storage()._cdata == part.untyped_storage()._cdata
         and local.storage_offset() == 0
     )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage begins. ``Tensor.data_ptr`` is 0 if it has no elements."""
-    return tensor.untyped_storage().data_ptr()
