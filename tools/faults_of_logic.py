@@ -779,7 +779,7 @@ FAULTS = (
         "what an interrupted save has left stays",
         f"{CHECKPOINT}/directory.py",
         "disk.remove_directory(path)",
-        within="            disk.remove_directory(path)\n    found",
+        within="            disk.remove_directory(path)\n        elif",
         python=("interrupted",),
     ),
     Fault(

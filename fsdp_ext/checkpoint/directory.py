@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.checkpoint import disk
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -94,8 +95,10 @@ def locked(directory: Path) -> Iterator[None]:
 def begin(directory: Path) -> Path:
     """Make the folder where the next checkpoint is written. Rank 0 calls it, with the lock."""
     for path in directory.iterdir():
-        if path.name.startswith((_SAVING, _DELETING)):
+        if path.name.startswith(_SAVING):
             disk.remove_directory(path)
+        elif path.name.startswith(_DELETING):
+            _remove(path)
     found = checkpoints(directory)
     number = _number(found[-1]) + 1 if found else 1
     folder = directory / f"{_SAVING}{number:06}"
@@ -115,6 +118,16 @@ def commit(folder: Path) -> Path:
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all but the newest checkpoints. Rank 0 calls it."""
     for path in checkpoints(directory)[:-keep]:
-        dying = directory / f"{_DELETING}{_number(path):06}"
-        disk.rename(path, dying)
-        disk.remove_directory(dying)
+        _remove(path, directory / f"{_DELETING}{_number(path):06}")
+
+
+def _remove(path: Path, dying: Path | None = None) -> None:
+    """Remove a checkpoint, after a rename to ``dying``, or warn: the new checkpoint stands."""
+    left = path
+    try:
+        if dying is not None:
+            disk.rename(path, dying)
+            left = dying
+        disk.remove_directory(left)
+    except OSError as error:
+        warn_caller(f"an old checkpoint could not be removed: {error}. Remove {left} by hand.")

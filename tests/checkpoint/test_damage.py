@@ -341,6 +341,29 @@ def test_a_checkpoint_that_is_a_link_is_removed_and_its_target_kept(tmp_path: Pa
     checkpoint.load(moved, model)
 
 
+def test_an_old_checkpoint_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made()[0]
+    checkpoint.save(tmp_path, model)
+
+    def fail(path: Path) -> None:
+        raise PermissionError(f"Operation not permitted: {path.name}")
+
+    with monkeypatch.context() as context:
+        context.setattr(disk, "remove_directory", fail)
+        message = r"could not be removed: Operation .* Remove .*/\.deleting-000001 by hand"
+        with pytest.warns(UserWarning, match=message) as warnings:
+            second = checkpoint.save(tmp_path, model, keep=1)
+        assert warnings[0].filename == __file__
+        with pytest.warns(UserWarning, match=message):
+            third = checkpoint.save(tmp_path, model)
+    assert directories.checkpoints(tmp_path) == [second, third]
+    checkpoint.load(third, model)
+    last = checkpoint.save(tmp_path, model, keep=1)
+    assert [path for path in tmp_path.iterdir() if path.name != ".lock"] == [last]
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     model, optimizer = made()
     before = checkpoint.save(tmp_path, model, optimizer)
