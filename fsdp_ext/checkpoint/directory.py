@@ -71,8 +71,9 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
         OSError: if the directory cannot be made or written, or another job saves there.
     """
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is a file. Pass a directory for checkpoints.")
+    if os.path.lexists(directory) and not directory.is_dir():
+        kind = "a file" if directory.exists() else "a link to nothing"
+        raise NotADirectoryError(f"{directory} is {kind}. Pass a directory for checkpoints.")
     directory.mkdir(parents=True, exist_ok=True)
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

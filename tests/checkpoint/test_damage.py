@@ -298,6 +298,9 @@ def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"is a file\. Pass a directory for checkpoints"):
         checkpoint.save(tmp_path / "file", model)
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(NotADirectoryError, match="link is a link to nothing"):
+        checkpoint.save(tmp_path / "link", model)
     with pytest.raises(FileNotFoundError, match=r"has no checkpoint\. Pass the directory that"):
         checkpoint.load(tmp_path, model)
     assert checkpoint.latest(tmp_path / "nothing") is None
