@@ -54,9 +54,7 @@ def tune(
     ``cta_policy``, and says which environment variable to set for the next run. It does not apply
     the policy, because a process makes its communicators once.
 
-    Parameters, buffers and torch's random state are the same afterwards, for which ``tune`` holds a
-    copy of shards and buffers. The states of an optimizer that hooks run in backward are not
-    restored.
+    ``tune`` steps no optimizer. Buffers and torch's random state are the same afterwards.
 
     ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses settings that were
     None or "auto". A model that is made later in this process with the same units, dtypes and ranks
@@ -83,9 +81,9 @@ def tune(
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
             or the loss is not a tensor.
         NotImplementedError: if the model has several meshes, or units gathered by smaller groups.
-        ValueError: if parameters have gradients, gradients are not reduced, the model is not the
-            root, no setting fits ``memory_limit``, a number is out of range or differs between
-            ranks, or the loss is not a scalar.
+        ValueError: if parameters have gradients or hooks behind their accumulation, gradients are
+            not reduced, the model is not the root, no setting fits ``memory_limit``, a number is
+            out of range or differs between ranks, or the loss is not a scalar.
         RuntimeError: if another rank raised anything else, or memory ran out in the first steps,
             in those that measure costs, with the setting before, or with all others.
     """

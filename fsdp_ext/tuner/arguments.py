@@ -9,6 +9,7 @@ from torch import nn
 from fsdp_ext._util.numbers import MOST_STEPS, as_bool, is_at_least
 from fsdp_ext.planner.arguments import check_memory_arguments
 from fsdp_ext.profiler.api import is_profiled
+from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.root.agreement import exchange
 from fsdp_ext.sharding.root.module_state import sharded_module, unit_of, units_below
 from fsdp_ext.sharding.root.root import Root
@@ -58,6 +59,11 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "tune got a model that an attached optimizer steps in backward, and runs backward "
             "itself. Call detach() of the optimizer before, and attach() after it."
         )
+    if any(_steps_in_backward(parameter) for parameter in _parameters(model, units)):
+        raise ValueError(
+            "tune got a model whose parameters have hooks behind gradient accumulation, which may "
+            "step an optimizer, and runs backward itself. Call tune before you register them."
+        )
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(
             "tune got a model whose parameters have gradients, but it runs backward itself. Call "
@@ -75,6 +81,16 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             "fsdp_ext.profile. Call it outside of the block."
         )
     _check_settings(units)
+
+
+def _parameters(model: nn.Module, units: Sequence[Unit]) -> set[nn.Parameter]:
+    """Return the sharded parameters, and unsharded ones that are in their places now."""
+    return {*model.parameters(), *(entry.sharded for unit in units for entry in unit.params)}
+
+
+def _steps_in_backward(parameter: nn.Parameter) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or has_optimizer_in_backward(parameter)
 
 
 def _check_settings(units: Sequence[Unit]) -> None:

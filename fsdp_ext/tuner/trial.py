@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import output_of
@@ -123,41 +122,23 @@ class Trial:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
-    """Restore this rank's shards, all buffers and torch's random state at the end.
+    """At the end, reshard units, and restore torch's random state and what forward does to buffers.
 
-    Hooks of the model may run an optimizer in backward, and forward may write or assign buffers.
+    Forward may write buffers or assign them.
     """
+    buffers = [
+        (module._buffers, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     devices = [] if units[0].device.type == "cpu" else [units[0].device]
-    # If restoring one of them raises, the stack still restores the others. The last call is first.
-    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as at_the_end:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                at_the_end.callback(module._buffers.__setitem__, name, buffer)
-                if buffer is not None:
-                    at_the_end.callback(_restore, [buffer], [buffer.clone()])
-        for unit in units:
-            values = [shard.clone() for shard in _shards(unit)]
-            at_the_end.callback(_restore_shards, unit, values)
-        for unit in units:  # an unsharded copy has the values that are replaced
-            at_the_end.callback(reshard, unit)
-        yield
-
-
-def _restore_shards(unit: Unit, values: Iterable[Tensor]) -> None:
-    _restore(_shards(unit), values)
-
-
-@torch.no_grad()
-def _restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
-
-
-def _shards(unit: Unit) -> list[Tensor]:
-    """Return this rank's rows of each parameter.
-
-    After ``module.to()`` and the like, the module's parameter is not in the flat shard until the
-    next forward. While the module has the unsharded parameter, the rows are in the flat shard.
-    """
-    own = [(param.registered(), param.local) for param in unit.params]
-    return [(p._local_tensor if isinstance(p, DTensor) else local).detach() for p, local in own]
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for of_module, name, buffer, value in buffers:
+                of_module[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.detach().copy_(value)
+            for unit in units:
+                reshard(unit)
