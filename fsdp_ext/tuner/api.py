@@ -17,7 +17,7 @@ from fsdp_ext.sharding.root.auto import remember
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
-from fsdp_ext.tuner.candidates import PlannedSettings, choices, shortlist
+from fsdp_ext.tuner.candidates import choices, predict_all, shortlist
 from fsdp_ext.tuner.costs import measure_costs
 from fsdp_ext.tuner.policies import measure_policies
 from fsdp_ext.tuner.result import WORTH, Tuning
@@ -120,37 +120,35 @@ def tune(
 def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states: int) -> Tuning:
     """Return the fastest setting, the same on all ranks."""
     now = root.settings
-    choice = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
-    planned = PlannedSettings(root, optimizer_states)
-    before = planned.size(choice)
-    limit = round(_GROWTH * before.memory) if memory_limit is None else memory_limit
-    found = [planned.size(one) for one in choices(root, choice, memory_limit is not None)]
-    fitting = [one for one in found if one.memory <= limit]
+    in_use = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
+    every = choices(root, in_use, memory_limit is not None)
+    costs = measure_costs(root, trial, in_use.stays_unsharded)
+    found = {one.choice: one for one in predict_all(root, every, costs, optimizer_states)}
+    limit = round(_GROWTH * found[in_use].memory) if memory_limit is None else memory_limit
+    fitting = [one for one in found.values() if one.memory <= limit]
     if not fitting:
-        least = min(found, key=lambda one: one.memory)
+        least = min(found.values(), key=lambda one: one.memory)
         raise ValueError(
             f"tune found no setting within {limit:,} bytes. Pass a memory_limit of at least "
             f"{least.memory:,} bytes, which {least.choice} needs without activations, or use more "
             "ranks or smaller units."
         )
-    costs = measure_costs(root, trial, choice.stays_unsharded)
-    before, *fitting = (planned.predict(one, costs) for one in [before, *fitting])
-    racing = {one.choice: one for one in [*shortlist(fitting, choice), before]}
-    medians = trial.race(root, racing, {choice})
-    measured = [replace(racing[one], measured=seconds) for one, seconds in medians.items()]
+    racing = [*(one.choice for one in shortlist(fitting, in_use)), in_use]
+    medians = trial.race(root, racing, {in_use})
+    ranked = sorted(medians, key=medians.__getitem__)
+    measured = [replace(found[choice], measured=medians[choice]) for choice in ranked]
     allowed = [one for one in measured if one.memory <= limit]
     if not allowed:
         raise RuntimeError(
             "tune ran out of memory with each setting that it tried, and the one before needs more "
             f"than memory_limit={limit:,}. Use a smaller batch or more ranks."
         )
-    fastest = min(one.measured for one in allowed)
-    as_fast = [one for one in allowed if one.measured <= fastest * (1 + WORTH)]
+    as_fast = [one for one in allowed if one.measured <= allowed[0].measured * (1 + WORTH)]
     chosen = min(as_fast, key=lambda one: (one.memory, one.measured))
     return Tuning(
         chosen=chosen,
-        before=next(one for one in measured if one.choice == choice),
-        measured=tuple(sorted(measured, key=lambda one: one.measured)),
+        before=next(one for one in measured if one.choice == in_use),
+        measured=tuple(measured),
         considered=len(found),
         too_large=len(found) - len(fitting),
         costs=costs,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
-from fsdp_ext import _C
 from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
@@ -46,33 +44,23 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
     return list(itertools.starmap(Choice, every))
 
 
-class PlannedSettings:
-    """A copy of the model without memory, which computes settings' memory and times."""
-
-    def __init__(self, root: Root, optimizer_states: int) -> None:
-        """Copy the model of ``root``; its optimizer keeps ``optimizer_states`` per parameter."""
-        first = root.units[0]
-        # PlannedRoot has only a weak reference to the copied module.
-        self._copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
-        self._planned = PlannedRoot(self._copied, root.link)
-        self._transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
-        self._device_type = first.device.type
-        self._optimizer_states = optimizer_states
-
-    def size(self, choice: Choice) -> Candidate:
-        """Return a setting with its buckets and its memory."""
-        found = self._find_buckets(choice)
-        memory = memory_of(self._planned, found, self._optimizer_states, self._device_type).peak
-        return Candidate(choice, len(found["buckets"]), memory)
-
-    def predict(self, one: Candidate, costs: StepCosts) -> Candidate:
-        """Return a setting with its predicted time."""
-        found = self._find_buckets(one.choice)
-        return replace(one, predicted=predict_plan(self._planned, found, costs).step)
-
-    def _find_buckets(self, choice: Choice) -> _C.MemoryPlan:
-        self._planned.decide(Decision(choice, Scope.OPEN))
-        return find_buckets(self._planned, self._transports, self._device_type)
+def predict_all(
+    root: Root, found: Sequence[Choice], costs: StepCosts, optimizer_states: int
+) -> list[Candidate]:
+    """Return the settings with their buckets, their memory and their predicted time."""
+    first = root.units[0]
+    # PlannedRoot has only a weak reference to the copied module.
+    copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
+    planned, on = PlannedRoot(copied, root.link), first.device.type
+    transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
+    candidates = []
+    for choice in found:
+        planned.decide(Decision(choice, Scope.OPEN))
+        buckets = find_buckets(planned, transports, on)
+        memory = memory_of(planned, buckets, optimizer_states, on).peak
+        seconds = predict_plan(planned, buckets, costs).step
+        candidates.append(Candidate(choice, len(buckets["buckets"]), memory, seconds))
+    return candidates
 
 
 def shortlist(candidates: Sequence[Candidate], before: Choice) -> list[Candidate]:

@@ -22,15 +22,14 @@ class Candidate:
         choice: the setting.
         buckets: its number of buckets.
         memory: bytes of each rank without activations, as :func:`fsdp_ext.plan` counts them.
-        predicted: seconds of forward and backward, predicted by the model of the schedule; NaN
-            before the costs are measured.
+        predicted: seconds of forward and backward, predicted by the model of the schedule.
         measured: median seconds on the slowest rank; NaN before it is measured.
     """
 
     choice: Choice
     buckets: int
     memory: int
-    predicted: float = math.nan
+    predicted: float
     measured: float = math.nan
 
 
