@@ -40,8 +40,9 @@ def check_arguments(
 
 
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise if ``tune`` cannot run steps on the model, predict them, and restore the model."""
+    """Raise if ``tune`` cannot run whole steps on the model, or cannot predict them."""
     root: Root | None = units[0].root
+    settings = [unit.settings for unit in units]
     smaller = next((unit for unit in units if unit.settings.reshard_group > 0), None)
     if smaller is not None:
         raise NotImplementedError(
@@ -54,76 +55,48 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             f"tune got a {type(sharded_module(model)).__name__} inside a "
             f"{type(root.module).__name__}, which is the root. Pass the root module."
         )
-    if any(unit.settings.update is not None for unit in units):
+    parameters = {*model.parameters(), *(entry.sharded for unit in units for entry in unit.params)}
+    refused = {
+        "an attached optimizer. Call its detach() before, and attach() after it": any(
+            one.update is not None for one in settings
+        ),
+        "hooks behind gradient accumulation. Call tune before you register them": any(
+            getattr(parameter, "_post_accumulate_grad_hooks", None)
+            or has_optimizer_in_backward(parameter)
+            for parameter in parameters
+        ),
+        "gradients. Call optimizer.zero_grad() before": any(
+            parameter.grad is not None for parameter in parameters
+        ),
+        "gradients that are not reduced yet. Run a backward with set_requires_gradient_sync(True) "
+        "before, or drop them with reset_iter_state()": root is not None
+        and root.impl.has_unreduced(),
+        "an open block of fsdp_ext.profile. Call tune outside of it": root is not None
+        and is_profiled(root),
+    }
+    needed = {
+        "set_manual_backward_finalization(False)": not settings[0].finalizes_by_hand,
+        "set_is_last_backward(True)": settings[0].is_last_backward,
+        "set_requires_gradient_sync(True)": all(one.requires_gradient_sync for one in settings),
+        "set_requires_all_reduce(True)": units[0].replicas == 1
+        or all(one.requires_all_reduce for one in settings),
+        "set_reshard_after_backward(True)": all(one.reshard_after_backward for one in settings),
+    }
+    refused |= {
+        f"other settings than those of whole steps. Call {call} before": not is_so
+        for call, is_so in needed.items()
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ValueError(f"tune runs steps without an optimizer, but the model has {what}.")
+
+
+def agreed_limit(unit: Unit, memory_limit: int | None, *numbers: int) -> int | None:
+    """Return the smallest memory limit of all ranks; ValueError if other ``numbers`` differ."""
+    limits, of_ranks = zip(*exchange(unit, (memory_limit, numbers)), strict=True)
+    if len(set(of_ranks)) > 1:
         raise ValueError(
-            "tune got a model that an attached optimizer steps in backward, and runs backward "
-            "itself. Call detach() of the optimizer before, and attach() after it."
+            "tune got different (optimizer_states, steps) on the ranks: "
+            f"{', '.join(map(str, of_ranks))}. Pass the same numbers on all ranks."
         )
-    if any(_steps_in_backward(parameter) for parameter in _parameters(model, units)):
-        raise ValueError(
-            "tune got a model whose parameters have hooks behind gradient accumulation, which may "
-            "step an optimizer, and runs backward itself. Call tune before you register them."
-        )
-    if any(parameter.grad is not None for parameter in model.parameters()):
-        raise ValueError(
-            "tune got a model whose parameters have gradients, but it runs backward itself. Call "
-            "optimizer.zero_grad() before."
-        )
-    if root is not None and root.impl.has_unreduced():
-        raise ValueError(
-            "tune got a model with gradients that are not reduced yet, and its own backwards would "
-            "reduce them. Run a backward with set_requires_gradient_sync(True) before, or drop "
-            "these gradients with reset_iter_state()."
-        )
-    if root is not None and is_profiled(root):
-        raise ValueError(
-            "tune profiles the model itself, but it was called in a with block of "
-            "fsdp_ext.profile. Call it outside of the block."
-        )
-    _check_settings(units)
-
-
-def _parameters(model: nn.Module, units: Sequence[Unit]) -> set[nn.Parameter]:
-    """Return the sharded parameters, and unsharded ones that are in their places now."""
-    return {*model.parameters(), *(entry.sharded for unit in units for entry in unit.params)}
-
-
-def _steps_in_backward(parameter: nn.Parameter) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(hooks) or has_optimizer_in_backward(parameter)
-
-
-def _check_settings(units: Sequence[Unit]) -> None:
-    """Raise ValueError unless a step gathers and reduces all units, and ends by itself."""
-    of_root = units[0].settings
-    for unit in units:
-        own = unit.settings
-        for call, is_so in {
-            "set_manual_backward_finalization(False)": not of_root.finalizes_by_hand,
-            "set_is_last_backward(True)": of_root.is_last_backward,
-            "set_requires_gradient_sync(True)": own.requires_gradient_sync,
-            "set_requires_all_reduce(True)": own.requires_all_reduce or unit.replicas == 1,
-            "set_reshard_after_backward(True)": own.reshard_after_backward,
-        }.items():
-            if not is_so:
-                raise ValueError(
-                    "tune needs steps that gather all units, reduce all gradients and end by "
-                    f"themselves, but unit '{unit.name}' was told otherwise. Call {call} before, "
-                    "and change it back after."
-                )
-
-
-def agreed_limit(
-    unit: Unit, memory_limit: int | None, optimizer_states: int, steps: int
-) -> int | None:
-    """Return the smallest memory limit of all ranks; ValueError if the other numbers differ."""
-    limits, states, counts = zip(
-        *exchange(unit, (memory_limit, optimizer_states, steps)), strict=True
-    )
-    for name, values in {"optimizer_states": states, "steps": counts}.items():
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"tune got different {name} on the ranks: {', '.join(map(str, values))}. Pass the "
-                "same number on all ranks."
-            )
     return min((limit for limit in limits if limit is not None), default=None)

@@ -514,7 +514,7 @@ def test_ranks_that_differ_choose_the_same_or_all_raise() -> None:
     start = "tune failed on rank 1"
     assert f"RuntimeError: {start}, in the loss: KeyError: 'no label'" in messages[0]
     assert f"ValueError: {start}, in its arguments: ValueError" in messages[1]
-    assert "got different optimizer_states on the ranks: 0, 1" in messages[2]
+    assert "got different (optimizer_states, steps) on the ranks: (0, 2), (1, 2)" in messages[2]
 
 
 def _runs_out() -> tuple[list[Choice], float]:
@@ -560,7 +560,7 @@ def _errors() -> None:
             fsdp_ext.tune(target, batch(), **options)
 
     model(batch()).sum().backward()
-    refused(ValueError, r"have gradients.*Call optimizer\.zero_grad\(\)")
+    refused(ValueError, r"has gradients\. Call optimizer\.zero_grad\(\)")
     model.zero_grad()
     model.set_requires_gradient_sync(False)
     model(batch()).sum().backward()
@@ -580,7 +580,7 @@ def _errors() -> None:
     with fsdp_ext.profile(model) as prof:
         model(batch()).sum().backward()
         model.zero_grad()
-        refused(ValueError, r"with block of fsdp_ext\.profile\. Call it outside")
+        refused(ValueError, r"open block of fsdp_ext\.profile\. Call tune outside")
     assert len(prof.iterations) == 1
     for changed, setter, usual in (
         (model[0], "set_requires_gradient_sync", True),
@@ -589,7 +589,7 @@ def _errors() -> None:
         (model, "set_is_last_backward", True),
     ):
         getattr(changed, setter)(not usual)
-        refused(ValueError, rf"was told otherwise\. Call {setter}\({usual}\) before")
+        refused(ValueError, rf"those of whole steps\. Call {setter}\({usual}\) before")
         getattr(changed, setter)(usual)
     for name in ("bucket_bytes", "prefetch"):
         with pytest.raises(ValueError, match=f"{name} is 'large'.*'auto' or None"):
