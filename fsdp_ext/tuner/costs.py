@@ -7,24 +7,28 @@
 #
 # The contention is not measured. It is 0 on GPUs and over simulated links. On CPUs, collectives use
 # the cores that compute, so it is 0.5: `python -m bench predict` fits 0.2 to 0.9 there.
-#
-# Units of different sizes give collectives of different sizes, to which alpha and beta are fitted.
-# If all units have about one size, a typical link is scaled to the measured times.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fsdp_ext.comm.costs import typical_replica_link
+from fsdp_ext.comm.costs import typical_link, typical_replica_link
 from fsdp_ext.comm.fit import Sample, fit
 from fsdp_ext.comm.link import Link
-from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.planner.times import StepCosts, UnitSeconds
 from fsdp_ext.profiler.api import profile
-from fsdp_ext.profiler.recording import WIRES, Iteration, copy_rates, own_compute, wire_seconds
+from fsdp_ext.profiler.recording import (
+    PASSES,
+    WIRES,
+    Iteration,
+    copy_rates,
+    own_compute,
+    wire_seconds,
+)
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import exchange, together
 from fsdp_ext.sharding.root.root import Root
@@ -32,7 +36,7 @@ from fsdp_ext.tuner.trial import WARMUP, Trial
 
 _CONTENTION = 0.5
 
-# Seconds of each unit's passes, ("unit forward", 3), and of each size on a lane, ("gather", 4096).
+# Seconds of each unit's passes, ("forward", 3), and of each size on a lane, ("gather", 4096).
 # Seconds per byte of a lane's copies are ("gather copies", 0). The root's forward includes the
 # loss.
 Seconds = dict[tuple[str, int], float]
@@ -60,15 +64,18 @@ def measure_costs(root: Root, trial: Trial, stays_unsharded: tuple[int, ...]) ->
         for key in dict.fromkeys(itertools.chain(*ranks))
     }
     compute = [
-        UnitSeconds(
-            seconds.get(("unit forward", number), 0.0), seconds.get(("unit backward", number), 0.0)
-        )
+        UnitSeconds(*(seconds.get((of_pass, number), 0.0) for of_pass in PASSES))
         for number in range(len(root.units))
     ]
     within, between = _links(root, seconds, one_wire)
-    copies = seconds["gather copies", 0], seconds["reduce copies", 0]
     on_cores = first.device.type == "cpu" and not root.lanes.is_simulated
-    costs = StepCosts(compute, within, _CONTENTION if on_cores else 0.0, copies, between)
+    costs = StepCosts(
+        compute,
+        within,
+        contention=_CONTENTION if on_cores else 0.0,
+        copies=(seconds["gather copies", 0], seconds["reduce copies", 0]),
+        replica_link=between,
+    )
     # Ranks on unlike hosts may have unlike typical links, so all use those of the first rank.
     of_first: StepCosts = exchange(first, costs)[0]
     return of_first
@@ -79,12 +86,9 @@ def seconds_of(iterations: Sequence[Iteration], one_wire: bool = False) -> Secon
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for iteration in iterations:
         compute: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for span, own in own_compute(iteration):
-            # A forward that backward recomputes is part of backward.
-            recomputed = span.work == "unit forward" and span.phase == "backward"
-            compute["unit backward" if recomputed else span.work, span.first] += own
-        forward, backward = iteration.of("forward"), iteration.of("backward")
-        compute["unit forward", 0] += backward[0].begin - forward[-1].end
+        for span, own in own_compute(iteration):  # a forward that backward recomputes is backward's
+            compute[span.phase, span.first] += own
+        compute["forward", 0] += iteration.of("backward")[0].begin - iteration.of("forward")[-1].end
         for key, own in compute.items():
             found[key].append(own)
         for lane in WIRES:
@@ -99,44 +103,44 @@ def seconds_of(iterations: Sequence[Iteration], one_wire: bool = False) -> Secon
 def _links(root: Root, seconds: Seconds, one_wire: bool) -> tuple[Link, Link | None]:
     """Return the link of gathers and reductions, and the one between replicas if there are any."""
     first, replicas = root.units[0], root.replicas
-    transport = first.settings.transport
-    if isinstance(transport, Simulated):
-        between = None if replicas is None else transport.between_replicas().link
-        return transport.link.over(transport.shards), between
-    gather, reduce = root.link.costs()
-    link = Link(
+    asked, shards = first.settings.transport, first.world_size
+    within, between = typical_link(root.lanes.transport, asked, shards), None
+    if replicas is not None:
+        between = typical_replica_link(replicas.transport, asked, shards, first.replicas)
+    if root.lanes.is_simulated:
+        return within, between
+    gather, reduce = within.costs()
+    within = Link(
         f"{root.lanes.transport}, measured in steps",
         *_fit(seconds, "gather", gather),
         *_fit(seconds, "reduce", reduce),
         one_wire=one_wire,
     )
-    if replicas is None:
-        return link, None
-    typical = typical_replica_link(
-        replicas.transport, transport, first.world_size, first.replicas
-    ).costs()[1]
-    summed = _fit(seconds, "all-reduce", typical, times=2)  # alpha + 2 S / beta
-    return link, Link(f"{replicas.transport}, measured in steps", *summed)
+    if replicas is not None and between is not None:
+        summed = _fit(seconds, "all-reduce", between.costs()[1], times=2)  # alpha + 2 S / beta
+        between = Link(f"{replicas.transport}, measured in steps", *summed)
+    return within, between
 
 
 def _fit(
     seconds: Seconds, lane: str, typical: tuple[float, float], times: int = 1
 ) -> tuple[float, float]:
-    """Fit alpha and beta to the collectives of a lane, or else scale the ``typical`` ones."""
+    """Return alpha and beta of a lane.
+
+    They are fitted to its collectives if these have different sizes. Otherwise the ``typical`` ones
+    are scaled.
+    """
     samples = [
         Sample(lane, times * nbytes, taken)
         for (of, nbytes), taken in seconds.items()
         if of == lane and nbytes > 0 and taken > 0
     ]
-    alpha, beta = typical
-    if not samples:
-        return typical
     sizes = [sample.nbytes for sample in samples]
-    if max(sizes) >= 2 * min(sizes):
-        try:
+    if sizes and max(sizes) >= 2 * min(sizes):
+        with contextlib.suppress(ValueError):  # larger collectives took no longer
             fitted = fit(samples)
             return fitted.alpha, fitted.beta
-        except ValueError:  # larger collectives took no longer
-            pass
-    ratio = statistics.median(one.seconds / (alpha + one.nbytes / beta) for one in samples)
+    alpha, beta = typical
+    ratios = [one.seconds / (alpha + one.nbytes / beta) for one in samples]
+    ratio = statistics.median(ratios) if ratios else 1.0
     return alpha * ratio, beta / ratio

@@ -392,8 +392,8 @@ def test_recomputation_is_part_of_backward() -> None:
         Span("unit backward", "backward", 1, 1, 0, 9, 14),
     )
     seconds = seconds_of([Iteration(1, spans, 21)])
-    assert (seconds["unit forward", 1], seconds["unit backward", 1]) == (2, 7)
-    assert seconds["unit forward", 0] == 1  # the loss, from the end of forward to backward
+    assert (seconds["forward", 1], seconds["backward", 1]) == (2, 7)
+    assert seconds["forward", 0] == 1  # the loss, from the end of forward to backward
 
 
 def test_time_on_a_wire_that_both_lanes_share_counts_half() -> None:
