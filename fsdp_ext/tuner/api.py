@@ -17,10 +17,10 @@ from fsdp_ext.sharding.root.auto import remember
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
-from fsdp_ext.tuner.candidates import choices, predict_all, shortlist
+from fsdp_ext.tuner.candidates import WORTH, choices, predict_all, shortlist
 from fsdp_ext.tuner.costs import measure_costs
 from fsdp_ext.tuner.policies import measure_policies
-from fsdp_ext.tuner.result import WORTH, Tuning
+from fsdp_ext.tuner.result import Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
 # Without a memory limit, settings may need this many times the memory of the previous setting.

@@ -11,7 +11,10 @@ from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, Scope
 from fsdp_ext.sharding.root.root import Root
-from fsdp_ext.tuner.result import WORTH, Candidate
+from fsdp_ext.tuner.result import Candidate
+
+# A setting that needs more memory has to be faster by at least this share.
+WORTH = 0.01
 
 _DEPTHS = (0, 1, 2, 3, 4)
 # How often all units' bytes are halved for a bucket size.
@@ -66,18 +69,17 @@ def predict_all(
 def shortlist(candidates: Sequence[Candidate], before: Choice) -> list[Candidate]:
     """Return the settings to race besides the one ``before``, which is raced anyway.
 
-    They are the best predictions, of several numbers of buckets if possible. Predictions are off by
-    a few percent and hardly tell prefetch depths apart. Two bucket sizes may give the same buckets.
-    ``before`` represents all settings that are the same or predicted to be as fast.
+    They are the best predictions, of several numbers of buckets if possible: predictions are off by
+    a few percent and hardly tell prefetch depths apart. Of settings that have the same buckets or
+    are predicted to be as fast, ``before`` comes first.
     """
     best = min(one.predicted for one in candidates)
 
     def rank(one: Candidate) -> tuple[int, bool, int]:
         return round(one.predicted / best / WORTH), one.choice != before, one.memory
 
-    by_speed = sorted(candidates, key=rank)
     alike: dict[tuple[int, int, int], Candidate] = {}
-    for one in by_speed:
+    for one in sorted(candidates, key=rank):
         key = (one.buckets, one.choice.prefetch, len(one.choice.stays_unsharded))
         alike.setdefault(key, one)
     of_size: dict[int, Candidate] = {}

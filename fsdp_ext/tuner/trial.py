@@ -83,9 +83,10 @@ class Trial:
         Settings that some rank has no memory for are left out. OutOfMemory if one is ``needed``.
         """
         taken: dict[Choice, list[float]] = {choice: [] for choice in choices}
+        log = _logger.info if self.unit.ranks.rank_in_mesh == 0 else _logger.debug
         order = random.Random(0)
-        for number in range(_ROUNDS):
-            self._log(f"round {number + 1} of {_ROUNDS} with {len(taken)} settings")
+        for number in range(1, _ROUNDS + 1):
+            log("tune: round %d of %d with %d settings", number, _ROUNDS, len(taken))
             for choice in order.sample(list(taken), len(taken)):
                 try:
                     taken[choice] += self._run(root, choice)
@@ -93,7 +94,7 @@ class Trial:
                     if choice in needed:
                         raise
                     del taken[choice]
-                    self._log(f"memory ran out with {choice}, which is dropped")
+                    log("tune: memory ran out with %s, which is dropped", choice)
                     if self.unit.device.type == "cuda":
                         torch.cuda.empty_cache()  # the cache holds buffers of other sizes
         ranks = exchange(self.unit, taken)
@@ -110,10 +111,6 @@ class Trial:
             with together(self.unit, "tune", f"a step with {choice}"):
                 seconds.append(self.step())
         return seconds[WARMUP:]
-
-    def _log(self, what: str) -> None:
-        if self.unit.ranks.rank_in_mesh == 0:
-            _logger.info("tune: %s", what)
 
     def _synchronize(self) -> None:
         if self.unit.device.type == "cuda":

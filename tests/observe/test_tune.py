@@ -87,7 +87,6 @@ def _with_replicas() -> None:
     result = tuned(model)
     assert in_use(model) == result.chosen.choice
     assert (result.costs.link, result.costs.replica_link) == (LINK, between)
-    assert "all-reduces 200 us + 2 S / 0.10 GB/s" in " ".join(str(result).split())
     # Without buckets there are six all-reduces, and each of them has the latency.
     slow = next(one for one in result.measured if one.choice == result.before.choice)
     assert slow.predicted >= slow.buckets * between.alpha
