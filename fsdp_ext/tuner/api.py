@@ -39,12 +39,12 @@ def tune(
 ) -> Tuning:
     """Choose bucket size, prefetch depth and which units stay unsharded, and apply the choice.
 
-    ``tune`` measures the model's compute and collectives once, in forward and backward without the
-    optimizer. It predicts all settings with a model of the schedule
-    (:func:`fsdp_ext.planner.schedule.predict`), races the previous one and the best three others in
-    real steps, and keeps the fastest; among equally fast settings, it keeps the one with least
-    memory. That takes about 25 * (steps + 2) steps. The logger "fsdp_ext" reports progress at level
-    INFO.
+    ``tune`` measures the model's compute and collectives in forward and backward, predicts all
+    settings with a model of the schedule (:func:`fsdp_ext.planner.schedule.predict`), and races the
+    previous one and the best three others in real steps. The fastest is kept; among equally fast
+    ones, the one with least memory. That takes about 25 * (steps + 2) steps, of which the logger
+    "fsdp_ext" reports progress at level INFO. No optimizer steps. Buffers and torch's random state
+    are the same afterwards.
 
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
@@ -53,8 +53,6 @@ def tune(
     Over NCCL 2.28 and newer, ``tune`` also times a bucket's gather and reduction with each
     ``cta_policy``, and says which environment variable to set for the next run. It does not apply
     the policy, because a process makes its communicators once.
-
-    ``tune`` steps no optimizer. Buffers and torch's random state are the same afterwards.
 
     ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses settings that were
     None or "auto". A model that is made later in this process with the same units, dtypes and ranks
@@ -69,9 +67,8 @@ def tune(
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
             counts them; the smallest of all ranks counts. Settings that need more are not run,
-            except the one in use before. With a limit, units may stay unsharded after forward if
-            that is faster. Without one, no more units stay unsharded than before, and memory may
-            grow to 1.25 times as much.
+            except the one before. With a limit, more units may stay unsharded after forward.
+            Without one, none do, and memory may grow to 1.25 times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.
@@ -81,11 +78,11 @@ def tune(
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
             or the loss is not a tensor.
         NotImplementedError: if the model has several meshes, or units gathered by smaller groups.
-        ValueError: if parameters have gradients or hooks behind their accumulation, gradients are
-            not reduced, the model is not the root, no setting fits ``memory_limit``, a number is
-            out of range or differs between ranks, or the loss is not a scalar.
-        RuntimeError: if another rank raised anything else, or memory ran out in the first steps,
-            in those that measure costs, with the setting before, or with all others.
+        ValueError: if the model is not the root or not ready for whole steps without an optimizer,
+            no setting fits ``memory_limit``, a number is out of range or differs between ranks, or
+            the loss is not a scalar.
+        RuntimeError: if another rank raised anything else, or memory ran out with the setting
+            before, or with all others while that one exceeds ``memory_limit``.
     """
     units = units_of(model)
     on_host = units[0].device.type == "cpu"

@@ -42,7 +42,6 @@ def check_arguments(
 def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise if ``tune`` cannot run whole steps on the model, or cannot predict them."""
     root: Root | None = units[0].root
-    settings = [unit.settings for unit in units]
     smaller = next((unit for unit in units if unit.settings.reshard_group > 0), None)
     if smaller is not None:
         raise NotImplementedError(
@@ -57,8 +56,8 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
         )
     parameters = {*model.parameters(), *(entry.sharded for unit in units for entry in unit.params)}
     refused = {
-        "an attached optimizer. Call its detach() before, and attach() after it": any(
-            one.update is not None for one in settings
+        "an attached optimizer. Call its detach() before tune, and attach() after tune": any(
+            unit.settings.update is not None for unit in units
         ),
         "hooks behind gradient accumulation. Call tune before you register them": any(
             getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -71,24 +70,35 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
         "gradients that are not reduced yet. Run a backward with set_requires_gradient_sync(True) "
         "before, or drop them with reset_iter_state()": root is not None
         and root.impl.has_unreduced(),
-        "an open block of fsdp_ext.profile. Call tune outside of it": root is not None
-        and is_profiled(root),
-    }
-    needed = {
-        "set_manual_backward_finalization(False)": not settings[0].finalizes_by_hand,
-        "set_is_last_backward(True)": settings[0].is_last_backward,
-        "set_requires_gradient_sync(True)": all(one.requires_gradient_sync for one in settings),
-        "set_requires_all_reduce(True)": units[0].replicas == 1
-        or all(one.requires_all_reduce for one in settings),
-        "set_reshard_after_backward(True)": all(one.reshard_after_backward for one in settings),
-    }
-    refused |= {
-        f"other settings than those of whole steps. Call {call} before": not is_so
-        for call, is_so in needed.items()
     }
     for what, is_so in refused.items():
         if is_so:
             raise ValueError(f"tune runs steps without an optimizer, but the model has {what}.")
+    if root is not None and is_profiled(root):
+        raise ValueError(
+            "tune profiles the model itself. Call it outside of the block of fsdp_ext.profile."
+        )
+    _check_settings(units)
+
+
+def _check_settings(units: Sequence[Unit]) -> None:
+    """Raise ValueError unless a step gathers and reduces all units, and ends by itself."""
+    of_root = units[0].settings
+    for unit in units:
+        own = unit.settings
+        for call, is_so in {
+            "set_manual_backward_finalization(False)": not of_root.finalizes_by_hand,
+            "set_is_last_backward(True)": of_root.is_last_backward,
+            "set_requires_gradient_sync(True)": own.requires_gradient_sync,
+            "set_requires_all_reduce(True)": own.requires_all_reduce or unit.replicas == 1,
+            "set_reshard_after_backward(True)": own.reshard_after_backward,
+        }.items():
+            if not is_so:
+                raise ValueError(
+                    "tune needs steps that gather all units, reduce all gradients and end by "
+                    f"themselves, but unit '{unit.name}' was told otherwise. Call {call} before, "
+                    "and change it back after."
+                )
 
 
 def agreed_limit(unit: Unit, memory_limit: int | None, *numbers: int) -> int | None:

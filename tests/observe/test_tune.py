@@ -27,7 +27,7 @@ from fsdp_ext.sharding.root.auto import remember
 from fsdp_ext.tuner.candidates import shortlist
 from fsdp_ext.tuner.costs import _fit, seconds_of
 from fsdp_ext.tuner.result import Candidate, Tuning
-from fsdp_ext.tuner.trial import Trial
+from fsdp_ext.tuner.trial import Trial, left_as_it_was
 
 WIDTH = 64
 LAYERS = 6
@@ -321,6 +321,29 @@ def test_buffers_that_change_are_restored(fails: bool) -> None:
     run_ranks(_buffers_change, 1, fails)
 
 
+def _others_are_restored() -> None:
+    dist.destroy_process_group()
+    model = make(Simulated(8, LINK))
+    model(batch()).sum().backward()
+    unit = model[0]._fsdp_ext_unit
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    fails = mock.patch.object(type(unit.root), "reshard", side_effect=RuntimeError("cannot"))
+
+    def change() -> None:
+        with fails, left_as_it_was(model, [unit]):
+            for buffer in model.buffers():
+                buffer.add_(1)
+
+    with pytest.raises(RuntimeError, match="cannot"):
+        change()
+    assert buffers
+    assert all(map(torch.equal, buffers, model.buffers()))
+
+
+def test_buffers_are_restored_if_resharding_raises() -> None:
+    run_ranks(_others_are_restored, 1)
+
+
 # - Memory
 
 
@@ -579,7 +602,7 @@ def _errors() -> None:
     with fsdp_ext.profile(model) as prof:
         model(batch()).sum().backward()
         model.zero_grad()
-        refused(ValueError, r"open block of fsdp_ext\.profile\. Call tune outside")
+        refused(ValueError, r"Call it outside of the block of fsdp_ext\.profile")
     assert len(prof.iterations) == 1
     for changed, setter, usual in (
         (model[0], "set_requires_gradient_sync", True),
@@ -588,7 +611,7 @@ def _errors() -> None:
         (model, "set_is_last_backward", True),
     ):
         getattr(changed, setter)(not usual)
-        refused(ValueError, rf"those of whole steps\. Call {setter}\({usual}\) before")
+        refused(ValueError, rf"was told otherwise\. Call {setter}\({usual}\) before")
         getattr(changed, setter)(usual)
     for name in ("bucket_bytes", "prefetch"):
         with pytest.raises(ValueError, match=f"{name} is 'large'.*'auto' or None"):
