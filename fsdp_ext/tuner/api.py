@@ -68,7 +68,7 @@ def tune(
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
             counts them; the smallest of all ranks counts. Settings that need more are not run,
             except the one before. With a limit, more units may stay unsharded after forward.
-            Without one, none do, and memory may grow to 1.25 times as much.
+            Without one, no more do, and memory may grow to 1.25 times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.

@@ -18,6 +18,7 @@ from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
@@ -593,6 +594,9 @@ def _errors() -> None:
     handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
     refused(ValueError, r"hooks behind gradient accumulation.*Call tune before")
     handle.remove()
+    stepped = make()
+    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
+    refused(ValueError, "hooks behind gradient accumulation", stepped)
     refused(ValueError, r"got a FSDPLayer inside a FSDPSequential, which is", model[0])
     no_floats = fully_shard(NoFloats(make_units()))
     refused(ValueError, r"no floating-point tensor .* Pass loss=", no_floats)
