@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of
@@ -171,6 +172,11 @@ def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, lis
     """Return an optimizer's state dict, and the names of the parameters of each group."""
     if not _is_flat(optimizer):
         return optimizer.state_dict(), _names_of_groups(model, optimizer)
+    if any(isinstance(module, TorchFSDP) for module in model.modules()):
+        raise NotImplementedError(
+            "checkpoints got an optimizer of flat parameters of PyTorch's FSDP1. Wrap the model "
+            "with use_orig_params=True, or use torch.distributed.checkpoint."
+        )
     state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
     return state, [list(group["params"]) for group in state["param_groups"]]
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import export, stream, stream_weights
 from fsdp_ext.comm.rendezvous import waiting
 
@@ -89,6 +90,10 @@ def _refuses_fsdp1_of_torch(use_orig_params: bool, directory: Path) -> None:
     for call in (stream_weights, partial(export, directory=directory)):
         with pytest.raises(NotImplementedError, match="Wrap it with fsdp_ext"):
             list(call(model) or ())
+    if not use_orig_params:
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(NotImplementedError, match=r"PyTorch's FSDP1\. Wrap .* use_orig_params"):
+            checkpoint.save(directory, model, optimizer)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
