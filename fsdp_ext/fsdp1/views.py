@@ -50,9 +50,8 @@ class _View:
     def __getattr__(self, name: str) -> NoReturn:
         known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
         raise AttributeError(
-            f"with use_orig_params=True, fsdp_ext has no flat parameters, only views with "
-            f"{', '.join(known)}, so there is no '{name}'. Use the module's parameters, which are "
-            "DTensors."
+            f"fsdp_ext's view of FSDP1's private state has only {', '.join(known)}, so there is no "
+            f"'{name}'. Use the module's parameters."
         )
 
     def __setattr__(self, name: str, value: object) -> None:
