@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
 from fsdp_ext import fully_shard
@@ -78,3 +80,31 @@ def _has_whole_state() -> None:
 
 def test_offloaded_shards_are_gathered_where_their_group_can() -> None:
     run_ranks(_has_whole_state, 2, device="cuda")
+
+
+def _moves_what_it_loaded() -> None:
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    state = {
+        name: distribute_tensor(whole.detach().cuda(), mesh, model.get_parameter(name).placements)
+        for name, whole in plain.named_parameters()
+    }
+    for name, tensor in state.items():  # one at a time: the others are still on meta
+        model.load_state_dict({name: tensor}, assign=True, strict=False)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(RuntimeError, match="is offloaded to the host, but its parameters are on"):
+        model(x.cuda())
+    model.to("cpu")
+    torch.testing.assert_close(model(x.cuda()).cpu(), plain(x))
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().is_pinned()
+
+
+def test_shards_that_were_loaded_on_the_gpu_may_be_moved_to_the_host() -> None:
+    run_ranks(_moves_what_it_loaded, 2, device="cuda")

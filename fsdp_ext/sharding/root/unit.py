@@ -300,6 +300,8 @@ class Unit(ParamGroup):
             )
         device = torch.device(devices.pop()) if devices else self.shard_device
         if self.settings.offloads and device.type not in ("cpu", "meta"):
+            if loading:
+                return True  # as by FSDP2: the module may be moved to the host before it is used
             raise RuntimeError(
                 f"unit '{self.name}' is offloaded to the host, but its parameters are on {device}. "
                 'Move them back by module.to("cpu"), or materialise them by '
