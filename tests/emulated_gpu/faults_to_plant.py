@@ -81,8 +81,8 @@ EDITS = (
     Edit(
         "a slot is released without its readers",
         "csrc/core/memory/buffer_ring.cpp",
-        "  readers.record(*slot.released);\n",
-        "",
+        "++releases_;\n  readers.record(*slot.released);\n",
+        "++releases_;\n",
     ),
     Edit(
         "a slot is acquired that another bucket owns",

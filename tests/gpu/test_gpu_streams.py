@@ -143,6 +143,38 @@ def test_a_hook_may_run_on_a_stream_of_the_user() -> None:
     run_ranks(_compare_hooks, 2, timeout=80.0, device="cuda")
 
 
+def _read_elsewhere() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).cuda()
+    expected = [layer.weight.detach().clone() for layer in model]
+    for layer in model:
+        fully_shard(layer, bucket_bytes=0)
+    fully_shard(model)
+    x = torch.ones(2, 64, device="cuda")
+    for _ in range(2):
+        model(x).sum().backward()
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        for layer in model:
+            layer.unshard()  # the last ones do not fit the ring
+    here.wait_stream(side)
+    torch.cuda._sleep(50_000_000)
+    read = [layer.weight.detach() * 1.0 for layer in model]
+    for layer in model:
+        layer.reshard()
+    with torch.cuda.stream(side):
+        taken = [torch.full((64, 64), 7.0, device="cuda") for _ in range(12)]
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, read, expected))
+    assert all(tensor.eq(7).all() for tensor in taken)
+
+
+@pytest.mark.timeout(90)
+def test_overflow_slots_may_be_read_by_another_stream_of_the_user() -> None:
+    run_ranks(_read_elsewhere, 2, timeout=80.0, device="cuda")
+
+
 def _on_the_second_gpu() -> None:
     torch.manual_seed(0)
     first = torch.cuda.current_device()

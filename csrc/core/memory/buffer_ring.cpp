@@ -1,6 +1,7 @@
 #include "core/memory/buffer_ring.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/align.h"
@@ -8,6 +9,11 @@
 #include "core/memory/layout.h"
 
 namespace fsdp {
+namespace {
+
+const std::string kOverflowSlot = "the reads of an overflow slot";
+
+}  // namespace
 
 BufferRing::BufferRing(Device& device, const Allocate& allocate, RingPlan plan)
     : device_(device),
@@ -133,6 +139,7 @@ Slot* BufferRing::acquire_overflow(int bucket, std::size_t bytes) {
   slot->owner = bucket;
   slot->contents = bucket;
   slot->is_overflow = true;
+  slot->stream = device_.compute_stream().native_handle();
   slot->released = device_.new_event();
   overflow_.push_back(std::move(slot));
   return overflow_.back().get();
@@ -146,7 +153,12 @@ void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
     slot.contents = Slot::kNobody;
   }
   if (slot.is_overflow) {
-    // The memory returns to the device's allocator, which orders its reuse after `readers`.
+    // The allocator orders reuse of the memory by the stream that it was allocated for. The user
+    // may have made another stream current since: Note [memory and the compute stream].
+    if (readers.native_handle() != slot.stream) {
+      readers.record(*slot.released);
+      device_.stream_of(slot.stream).wait(*slot.released, kOverflowSlot);
+    }
     const auto position = std::find_if(overflow_.begin(), overflow_.end(),
                                        [&](const auto& held) { return held.get() == &slot; });
     overflow_.erase(position);

@@ -43,6 +43,7 @@ struct Slot {
   std::unique_ptr<Event> released;
   IterationIndex released_after;  // a moment of the compute stream
   bool is_overflow = false;
+  void* stream = nullptr;  // of an overflow slot: the compute stream that its memory belongs to
 
   void* data() const { return memory.get(); }
 };
