@@ -254,7 +254,8 @@ class Unit(ParamGroup):
 
         Args:
             loading: whether modules are being loaded one after another. If so, nothing is copied
-                while some parameters are still on meta.
+                while some parameters are on another device than the rest, or those of an offloaded
+                unit on a GPU. The next forward raises if they still are.
 
         Returns:
             Whether anything changed. If so, the C++ side has to be made anew.
@@ -262,7 +263,8 @@ class Unit(ParamGroup):
         Raises:
             ValueError: if a parameter was replaced with something that is not sharded, or its shape
                 changed.
-            RuntimeError: if only some parameters are on meta, unless ``loading``.
+            RuntimeError: if parameters are on several devices, or those of an offloaded unit on a
+                GPU, unless ``loading``.
         """
         if self.is_summoned:
             return False
@@ -294,10 +296,12 @@ class Unit(ParamGroup):
             return True
         if len(devices) > 1:
             on_meta = [param.name for param in self.params if param.local.is_meta]
-            raise RuntimeError(
-                f"unit '{self.name}' has parameters on {sorted(devices)}, of which {on_meta} "
-                "are on meta. Materialise all of them with to_empty(device=...)."
+            advice = (
+                f"of which {on_meta} are on meta. Materialise all of them with to_empty(device=...)"
+                if on_meta
+                else "which have to be on one device. Move them by module.to(device)"
             )
+            raise RuntimeError(f"unit '{self.name}' has parameters on {sorted(devices)}, {advice}.")
         device = torch.device(devices.pop()) if devices else self.shard_device
         if self.settings.offloads and device.type not in ("cpu", "meta"):
             if loading:
