@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_ext._util.losses import resolve_loss
 from fsdp_ext.comm.inline_group import is_inline, refuse_inline
+from fsdp_ext.planner.units import PlannedRanks, units_of_sharded
 from fsdp_ext.sharding.params.settings import Choice, Scope
 from fsdp_ext.sharding.root.agreement import together
 from fsdp_ext.sharding.root.auto import remember
@@ -42,9 +43,9 @@ def tune(
     ``tune`` measures the model's compute and collectives in forward and backward, predicts all
     settings with a model of the schedule (:func:`fsdp_ext.planner.schedule.predict`), and races the
     previous one and the best three others in real steps. The fastest is kept; among equally fast
-    ones, the one with least memory. That takes about 25 * (steps + 2) steps, of which the logger
-    "fsdp_ext" reports progress at level INFO. No optimizer steps. Buffers and torch's random state
-    are the same afterwards.
+    ones, the one with least memory. That takes about 25 * (steps + 2) steps. The logger "fsdp_ext"
+    reports progress at level INFO. No optimizer steps. Buffers and torch's random state are the
+    same afterwards. What the model's own code writes into parameters stays.
 
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
@@ -67,8 +68,8 @@ def tune(
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
             counts them; the smallest of all ranks counts. Settings that need more are not run,
-            except the one before. With a limit, more units may stay unsharded after forward.
-            Without one, no more do, and memory may grow to 1.25 times as much.
+            except the one in use before. With a limit, more units may stay unsharded after forward.
+            Without a limit, no more units do, and memory may grow to 1.25 times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.
@@ -78,11 +79,13 @@ def tune(
         TypeError: if ``fully_shard`` was not applied to the model, an argument has the wrong type,
             or the loss is not a tensor.
         NotImplementedError: if the model has several meshes, or units gathered by smaller groups.
-        ValueError: if the model is not the root or not ready for whole steps without an optimizer,
-            no setting fits ``memory_limit``, a number is out of range or differs between ranks, or
+        ValueError: if the model is not the root, has gradients, an attached optimizer or hooks
+            behind gradient accumulation, or was told not to gather or reduce in each step, no
+            setting fits ``memory_limit``, a number is out of range or differs between ranks, or
             the loss is not a scalar.
-        RuntimeError: if another rank raised anything else, or memory ran out with the setting
-            before, or with all others while that one exceeds ``memory_limit``.
+        RuntimeError: if another rank raised anything else, or memory ran out while costs were
+            measured or with the setting before, or with all others while that one exceeds
+            ``memory_limit``.
     """
     units = units_of(model)
     on_host = units[0].device.type == "cpu"
@@ -119,8 +122,11 @@ def _choose(root: Root, trial: Trial, memory_limit: int | None, optimizer_states
     now = root.settings
     in_use = Choice(now.bucket_bytes[0], now.prefetch, now.stays_unsharded)
     every = choices(root, in_use, memory_limit is not None)
+    ranks = PlannedRanks(root.units[0].world_size, root.units[0].replicas)
+    copied = units_of_sharded(root.module, ranks)  # raises if the model cannot be planned
     costs = measure_costs(root, trial, in_use.stays_unsharded)
-    found = {one.choice: one for one in predict_all(root, every, costs, optimizer_states)}
+    predicted = predict_all(root, copied, every, costs, optimizer_states)
+    found = {one.choice: one for one in predicted}
     limit = round(_GROWTH * found[in_use].memory) if memory_limit is None else memory_limit
     fitting = [one for one in found.values() if one.memory <= limit]
     if not fitting:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from torch import nn
+
 from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
-from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
+from fsdp_ext.planner.units import PlannedRoot
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, Scope
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.tuner.result import Candidate
@@ -48,13 +50,17 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
 
 
 def predict_all(
-    root: Root, found: Sequence[Choice], costs: StepCosts, optimizer_states: int
+    root: Root,
+    copied: nn.Module,
+    found: Sequence[Choice],
+    costs: StepCosts,
+    optimizer_states: int,
 ) -> list[Candidate]:
-    """Return the settings with their buckets, their memory and their predicted time."""
-    first = root.units[0]
-    # PlannedRoot has only a weak reference to the copied module.
-    copied = units_of_sharded(root.module, PlannedRanks(first.world_size, first.replicas))
-    planned, on = PlannedRoot(copied, root.link), first.device.type
+    """Return the settings with their buckets, their memory and their predicted time.
+
+    ``copied`` is the model's copy of :func:`units_of_sharded`.
+    """
+    planned, on = PlannedRoot(copied, root.link), root.units[0].device.type
     transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
     candidates = []
     for choice in found:
