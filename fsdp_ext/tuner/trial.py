@@ -119,23 +119,18 @@ class Trial:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
-    """At the end, reshard units, and restore torch's random state and what forward does to buffers.
+    """At the end, restore torch's random state and the buffers, and reshard the units.
 
     Forward may write buffers or assign them.
     """
-    buffers = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
     devices = [] if units[0].device.type == "cpu" else [units[0].device]
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            for of_module, name, buffer, value in buffers:
-                of_module[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.detach().copy_(value)
-            for unit in units:
-                reshard(unit)
+    # If one of the calls raises, the stack still makes the others.
+    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as at_the_end:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                at_the_end.callback(module._buffers.__setitem__, name, buffer)
+                if buffer is not None:
+                    at_the_end.callback(buffer.detach().copy_, buffer.detach().clone())
+        for unit in units:
+            at_the_end.callback(reshard, unit)
+        yield
