@@ -145,8 +145,8 @@ def connect_through_memory(
     group (Note [groups that span hosts] in csrc/comm/shared_memory/host_ranks.h). A rank's memory
     is a file without a name, and its peers open it through /proc and compare a random number in it.
     So host names, network, IPC and mount namespaces and /dev/shm do not matter. Ranks need only one
-    PID namespace, with its own /proc. Containers of one machine mostly have several. Then the whole
-    group uses the process group alone, and a warning says how its ranks could share memory.
+    PID namespace, with its own /proc. Containers on one machine usually have one each. Then the
+    whole group uses the process group alone, and a warning says how its ranks could share memory.
 
     Args:
         group: ranks on the host.

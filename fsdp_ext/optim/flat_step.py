@@ -112,7 +112,7 @@ class FlatStep(Optimizer):
 
         Backward removes the gradients, so ``.grad`` is None afterwards, and on GPUs at most two
         buckets have gradients at a time. Each backward with gradient sync is a step, and belongs to
-        one forward. Go on calling ``step()`` after it: schedulers need it, and it steps parameters
+        one forward. Call ``step()`` after it as before: schedulers need it, and it steps parameters
         that still have a gradient. After an error in backward, some units have stepped and others
         have not.
 

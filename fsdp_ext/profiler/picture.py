@@ -136,7 +136,7 @@ class _Panel:
     def draw(
         self, begin: float, end: float, work: str, bottom: float, name: str = "", tall: float = 0.8
     ) -> None:
-        """Draw a bar: a whole span, or a part of it, or of the time outside of all spans."""
+        """Draw a bar for a span, for a part of one, or for time outside of all spans."""
         left, length = (begin - self.begin) * 1e3, (end - begin) * 1e3
         waits = work in WAITS
         self.axis.broken_barh(
@@ -200,7 +200,7 @@ def _gaps(begin: float, end: float, spans: Sequence[Span]) -> Iterator[tuple[flo
 
 
 def _fitting(name: str, share: float) -> str:
-    """Return a name for a bar: whole, without its first parts, or empty if nothing has room.
+    """Return the longest end of a name that fits a bar: whole, shortened, or empty.
 
     Args:
         name: the name of a unit or a bucket.

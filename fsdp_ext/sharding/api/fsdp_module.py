@@ -138,8 +138,8 @@ class FSDPModule(TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards of a step: reduce the accumulated gradients, and wait.
 
-        Backwards accumulate after ``set_requires_gradient_sync(False)``. Units for which this still
-        holds keep what they have.
+        Backwards accumulate after ``set_requires_gradient_sync(False)``. Units that still have this
+        setting keep their gradients.
 
         Args:
             async_op: return a handle at once instead of waiting. Wait for it before the optimizer's
