@@ -785,7 +785,7 @@ FAULTS = (
     Fault(
         "an old checkpoint is removed under its own name",
         f"{CHECKPOINT}/directory.py",
-        'directory / f"{_DELETING}{_number(path):06}"',
+        'path.with_name(f"{_DELETING}{_number(path):06}")',
         "path",
         python=("interrupted",),
     ),

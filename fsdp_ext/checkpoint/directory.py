@@ -119,16 +119,15 @@ def commit(folder: Path) -> Path:
 def remove_old(directory: Path, keep: int) -> None:
     """Remove all but the newest checkpoints. Rank 0 calls it."""
     for path in checkpoints(directory)[:-keep]:
-        _remove(path, directory / f"{_DELETING}{_number(path):06}")
+        _remove(path)
 
 
-def _remove(path: Path, dying: Path | None = None) -> None:
-    """Remove a checkpoint, after a rename to ``dying``, or warn: the new checkpoint stands."""
-    left = path
+def _remove(path: Path) -> None:
+    """Remove an old checkpoint, or warn: the new checkpoint does not depend on it."""
+    dying = path.with_name(f"{_DELETING}{_number(path):06}")
     try:
-        if dying is not None:
+        if path != dying:
             disk.rename(path, dying)
-            left = dying
-        disk.remove_directory(left)
+        disk.remove_directory(dying)
     except OSError as error:
-        warn_caller(f"an old checkpoint could not be removed: {error}. Remove {left} by hand.")
+        warn_caller(f"old checkpoint {path} could not be removed: {error}. Remove it by hand.")
