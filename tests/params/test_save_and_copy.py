@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
-from support.models import FewRows, Stack
+from support.models import FewRows, Stack, WithEmpty
 from support.parity import SYSTEM, Case, Sharded, adamw, load_system, train_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -88,21 +88,9 @@ def test_a_copy_of_the_state_can_be_loaded_and_trained_from(how: str) -> None:
     run_ranks(_copies, 2, how)
 
 
-class WithNothing(nn.Module):
-    """Has a parameter without elements beside one of another dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16))
-        self.weight = nn.Parameter(torch.arange(4.0))
-
-    def forward(self) -> Tensor:
-        return self.weight.square().sum() + self.nothing.sum().float()
-
-
 def _parameter_without_elements(how: str) -> None:
-    model = fsdp_ext.fully_shard(WithNothing())
-    model().backward()
+    model = fsdp_ext.fully_shard(nn.Sequential(WithEmpty().bfloat16(), nn.Linear(3, 2)))
+    model(torch.ones(1, 3)).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for state in (model.state_dict(), gradients):
         assert_equal_but_apart(COPIES[how](state), state)
