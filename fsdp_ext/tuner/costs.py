@@ -36,9 +36,9 @@ from fsdp_ext.tuner.trial import WARMUP, Trial
 
 _CONTENTION = 0.5
 
-# Seconds of each unit's passes, ("forward", 3), and of each size on a lane, ("gather", 4096).
-# Seconds per byte of a lane's copies are ("gather copies", 0). The root's forward includes the
-# loss.
+# The measured seconds, by what they were spent on. The key ("forward", 3) is the forward of unit 3,
+# ("backward", 3) its backward, and ("gather", 4096) a gather of 4,096 bytes. The root is unit 0,
+# and its forward includes the loss. ("gather copies", 0) has seconds per byte of a gather's copies.
 Seconds = dict[tuple[str, int], float]
 
 
@@ -104,21 +104,21 @@ def _links(root: Root, seconds: Seconds, one_wire: bool) -> tuple[Link, Link | N
     """Return the link of gathers and reductions, and the one between replicas if there are any."""
     first, replicas = root.units[0], root.replicas
     asked, shards = first.settings.transport, first.world_size
+    is_simulated = root.lanes.is_simulated
     within, between = typical_link(root.lanes.transport, asked, shards), None
+    if not is_simulated:
+        gather, reduce = within.costs()
+        within = Link(
+            f"{root.lanes.transport}, measured in steps",
+            *_fit(seconds, "gather", gather),
+            *_fit(seconds, "reduce", reduce),
+            one_wire=one_wire,
+        )
     if replicas is not None:
         between = typical_replica_link(replicas.transport, asked, shards, first.replicas)
-    if root.lanes.is_simulated:
-        return within, between
-    gather, reduce = within.costs()
-    within = Link(
-        f"{root.lanes.transport}, measured in steps",
-        *_fit(seconds, "gather", gather),
-        *_fit(seconds, "reduce", reduce),
-        one_wire=one_wire,
-    )
-    if replicas is not None and between is not None:
-        summed = _fit(seconds, "all-reduce", between.costs()[1], times=2)  # alpha + 2 S / beta
-        between = Link(f"{replicas.transport}, measured in steps", *summed)
+        if not is_simulated:
+            summed = _fit(seconds, "all-reduce", between.costs()[1], times=2)  # alpha + 2 S / beta
+            between = Link(f"{replicas.transport}, measured in steps", *summed)
     return within, between
 
 
