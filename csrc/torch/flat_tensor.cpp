@@ -80,7 +80,8 @@ at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::size_t offset,
   for (const std::int64_t size : shape) {
     bytes *= static_cast<std::size_t>(size);
   }
-  // torch.save takes storages at one address for the same memory, so an empty one has none.
+  // An empty storage has a null address. With the address of the next part, torch.save would take
+  // the two for one storage, and refuse two dtypes.
   c10::DataPtr memory = bytes == 0 ? c10::DataPtr(nullptr, flat.device())
                                    : data_ptr_of(at_byte(data_of(flat.storage()), offset),
                                                  owner_of(flat), flat.device());
@@ -105,9 +106,10 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   const at::NoGradGuard no_grad;
   at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
   if (flat_.is_cuda()) {
-    // The old memory may belong to another stream, and is freed before the current stream has read
-    // it. PyTorch's allocator ignores record_stream for memory that fsdp_ext has allocated. For
-    // such gradients, Reducer::renew_gradients makes the other stream wait.
+    // If the old memory was allocated for another stream, its allocator must not reuse it before
+    // the current stream has copied it. record_stream ensures this for PyTorch's own memory, but
+    // has no effect on memory that fsdp_ext has allocated. For that, Reducer::renew_gradients adds
+    // a wait.
     flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
   }
   set_memory(std::move(memory));

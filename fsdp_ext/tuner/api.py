@@ -42,10 +42,11 @@ def tune(
 
     ``tune`` measures the model's compute and collectives in forward and backward, predicts all
     settings with a model of the schedule (:func:`fsdp_ext.planner.schedule.predict`), and races the
-    previous one and the best three others in real steps. The fastest is kept; among equally fast
-    ones, the one with least memory. That takes about 25 * (steps + 2) steps. The logger "fsdp_ext"
-    reports progress at level INFO. No optimizer steps. Buffers and torch's random state are the
-    same afterwards. What the model's own code writes into parameters stays.
+    previous one and the best three others in real steps. It keeps the fastest setting; among
+    equally fast ones, the one that needs least memory. This takes about 25 * (steps + 2) steps. The
+    logger "fsdp_ext" reports progress at level INFO. ``tune`` calls no optimizer, and restores
+    buffers and torch's random state. If the model's own code writes into parameters, these writes
+    stay.
 
     All ranks call this together and choose the same setting. If one rank fails between collectives,
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone

@@ -383,7 +383,8 @@ def _within_the_limit() -> None:
         pytest.raises(ValueError, match=r"memory_limit of at least [\d,]+ bytes, which"),
     ):
         tuned(model, memory_limit=1000)
-    # Steps that make the root and its buckets, with the setting before, and those for the costs.
+    # The first step makes the root. No later step, such as those that measure costs, has a larger
+    # ring.
     assert max(ring for ring, _ in steps) == steps[0][0]
 
 

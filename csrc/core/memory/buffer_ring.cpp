@@ -77,8 +77,8 @@ void BufferRing::for_each_overlap(std::size_t offset, std::size_t bytes, const V
   }
 }
 
-// Returns the latest `released_at` of all slots that overlap this place. Returns kTaken if one of
-// them has an owner, or if the place exceeds the ring.
+// Returns the latest `released_at` of the slots that overlap these bytes of the ring. Returns
+// kTaken if a bucket owns one of these slots, or if the bytes exceed the ring.
 std::uint64_t BufferRing::newest_release(std::size_t offset, std::size_t bytes) const {
   std::uint64_t newest = offset + bytes <= plan_.bytes ? 0 : kTaken;
   for_each_overlap(offset, bytes, [&newest](const Slot& slot) {
@@ -153,8 +153,9 @@ void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
     slot.contents = Slot::kNobody;
   }
   if (slot.is_overflow) {
-    // The allocator orders reuse of the memory by the stream that it was allocated for. The user
-    // may have made another stream current since: Note [memory and the compute stream].
+    // The allocator reuses the memory in the order of the stream that was current at allocation. If
+    // the user has switched streams since, that stream has to wait for the reads:
+    // Note [memory and the compute stream].
     if (readers.native_handle() != slot.stream) {
       readers.record(*slot.released);
       device_.stream_of(slot.stream).wait(*slot.released, kOverflowSlot);

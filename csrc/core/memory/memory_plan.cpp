@@ -138,8 +138,8 @@ GatherMemory plan_gathers(const std::vector<BucketUse>& buckets, int slots,
   return memory;
 }
 
-// An input that packs ahead has two aligned halves, one for each of two messages. With one message
-// there is nothing to pack ahead, so the input has one part.
+// To pack a message while the one before is in flight, the input buffer has two halves, each
+// aligned. If a backward sends a single message, one half is enough.
 ReduceMemory plan_reductions(const std::vector<BucketUse>& buckets, bool may_pack_ahead,
                              bool has_replicas, bool in_pieces_elsewhere) {
   ReduceMemory memory;

@@ -104,8 +104,8 @@ class Reducer {
   void lend_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // Gives lent gradients memory for a user, who uses them on the compute stream.
   void return_gradients(Bucket& bucket);
-  // Begins a backward, so that has_accumulated_before() can tell gradients of earlier backwards
-  // from its own. `may_lend`: whether gradients may be lent in it, see Note [lent gradients].
+  // Marks the start of a backward. has_accumulated_before() compares with this mark to find
+  // gradients of earlier backwards. `may_lend` allows Note [lent gradients] in this backward.
   void begin_backward(bool may_lend) {
     first_packing_ = packings_ + 1;
     may_lend_ = may_lend;
