@@ -11,6 +11,7 @@ from support.models import Transformer
 from torch import Tensor
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard
+from fsdp_ext.optim import SGD
 
 WARMUP = 3
 STEPS = 5
@@ -118,6 +119,26 @@ def _changed_after_a_capture() -> None:
 @pytest.mark.timeout(120)
 def test_a_captured_step_keeps_its_buffers() -> None:
     run_ranks(_changed_after_a_capture, 1, timeout=100.0, device="cuda")
+
+
+def _captured_while_attached() -> None:
+    training = _Training({})
+    optimizer = SGD(training.model.parameters(), lr=0.01)
+    optimizer.attach(training.model)
+    for _ in range(WARMUP):
+        training.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"Call the optimizer's detach\(\) before the capture"),
+        torch.cuda.graph(graph),
+    ):
+        training.step()
+
+
+@pytest.mark.timeout(120)
+def test_a_capture_with_an_attached_optimizer_says_what_to_do() -> None:
+    run_ranks(_captured_while_attached, 1, timeout=100.0, device="cuda")
 
 
 def _captured_too_early() -> None:

@@ -202,7 +202,7 @@ class Reducer {
   // Returns where the piece's sum is.
   void* reduce_piece(const Reduction& reduction, std::size_t number);
   void apply_hook(const Reduction& reduction, void* reduced);
-  static void check_updates(const Units& units);
+  void check_updates(const Units& units) const;
   void update(const Reduction& reduction);
   void run_updates(Bucket& bucket, const Units& units, Stream* stream, bool is_end);
   // Finishes updates until at most `most` buckets have one in flight.

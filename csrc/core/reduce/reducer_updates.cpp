@@ -6,13 +6,17 @@
 
 namespace fsdp {
 
-void Reducer::check_updates(const Units& units) {
+void Reducer::check_updates(const Units& units) const {
   for (const Unit* unit : units) {
     const bool is_updated = unit->update != nullptr && unit->gradients.any_used();
     const bool has_more = unit->gradients.any_arrived() || has_any_accumulated(*unit);
     FSDP_CHECK(!is_updated || !has_more, "Unit '", unit->name,
                "' got more gradients after its attached optimizer had stepped it in this backward. "
                "Call step() after backward instead of attaching the optimizer.");
+    FSDP_CHECK(unit->update == nullptr || !device_.is_capturing(),
+               "A CUDA graph capture got unit '", unit->name,
+               "', which has an attached optimizer. Call the optimizer's detach() before "
+               "the capture, and its step() in it.");
   }
 }
 
