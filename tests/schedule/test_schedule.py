@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
+from support.launcher import run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_ext
-from fsdp_ext import Link
+from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
 
+ROOT = "the root"
 NO_TIME = Link("no time", alpha=0.0, beta=1e30)
 
 
@@ -285,6 +290,71 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
 def test_a_stage_expects_numbers_of_0_or_more() -> None:
     with pytest.raises(ValueError, match=r"stage 'a' got backward=-1\."):
         stage("a", 1, -1)
+
+
+# - As in a run
+
+Issued = dict[str, list[tuple[str, int]]]  # on each lane: names, and how many units ran before
+
+
+def _random_model(seed: int) -> nn.Module:
+    random = Random(seed)
+    count = random.randint(2, 7)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(count + 1)])
+    shared: dict[str, Any] = {"transport": Simulated(8, NO_TIME), "bucket_bytes": 0}
+    for layer in model[:count]:
+        fully_shard(layer, reshard_after_forward=random.random() < 0.7, **shared)
+    resharding = random.choice([None, True, False])
+    fully_shard(model, reshard_after_forward=resharding, prefetch=random.randint(0, 4), **shared)
+    return model
+
+
+def _issued(
+    computed: list[tuple[str, float, float]],
+    gathered: list[tuple[str, float]],
+    reduced: list[tuple[str, float]],
+) -> Issued:
+    """Compare times; a gather is issued before its unit begins, a reduction after it has begun."""
+    inner = [(begin, end) for name, begin, end in computed if name != ROOT]
+    return {
+        "gather": [(name, sum(end <= at for _, end in inner)) for name, at in gathered],
+        "reduce": [(name, sum(begin < at for begin, _ in inner)) for name, at in reduced],
+    }
+
+
+def _run_and_predict(seeds: range) -> None:
+    dist.destroy_process_group()  # Simulated makes its own
+    warnings.simplefilter("ignore")
+    for seed in seeds:
+        model = _random_model(seed)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        with fsdp_ext.profile(model) as prof:
+            model(torch.ones(4, 8)).sum().backward()
+        (iteration,) = prof.iterations
+        computed = iteration.of("unit forward", "unit backward")
+        run = _issued(
+            [(prof.name_of(span.units), span.begin, span.end) for span in computed],
+            [(prof.name_of(span.units), span.issued) for span in iteration.of("gather")],
+            [(prof.name_of(span.units), span.issued) for span in iteration.of("reduce")],
+        )
+        seconds = {unit.name: (1.0, 1.0) for unit in fsdp_ext.plan(model).units}
+        step = fsdp_ext.plan(model, link=NO_TIME, compute=seconds).prediction
+        assert step is not None
+        # Over a link without time, work begins when it is issued.
+        predicted = _issued(
+            spans(step, "compute"),
+            [(name, begin) for name, begin, _ in spans(step, "gather")],
+            [(name, begin) for name, begin, _ in spans(step, "reduce")],
+        )
+        assert run == predicted, f"seed {seed}: {model}"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.exhaustive)]
+)
+def test_collectives_are_issued_where_a_run_issues_them(seeds: range) -> None:
+    run_ranks(_run_and_predict, 1, seeds)
 
 
 # - Of every chain
