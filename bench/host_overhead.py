@@ -7,8 +7,8 @@ so that their compute does not hide the overhead.
 
 The part "step" is an iteration with clip_grad_norm_, AdamW's step and zero_grad, beside an
 unsharded iteration with the same. Ours has the clipping and AdamW of fsdp_ext. FSDP2 and the
-unsharded model have PyTorch's, fused. "ours, attached" steps in backward, which rules out clipping,
-so no system of its part, "step, not clipped", clips.
+unsharded model have PyTorch's, fused. "ours, attached" steps in backward, where it would clip by
+the norm of the step before, so no system of its part, "step, not clipped", clips.
 
 On the CPU the process group is "fake": collectives take no time and move no data, so only the
 host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,

@@ -438,7 +438,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             ValueError: if ``norm_type`` is not positive.
         """
         self._expect_root("clip_grad_norm_")
-        limits = Limits.of(max_norm, norm_type)
+        limits = Limits.of("clip_grad_norm_", max_norm, norm_type)
         for wrapper in self.fsdp_modules(self):
             reshard_and_forget(wrapper._fsdp_ext_unit)  # the sharded parameters have the gradients
         return clip(list(self.parameters()), limits)

@@ -29,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
 from fsdp_ext.optim.attached import units_to_attach
+from fsdp_ext.optim.clip import Limits, number_of
+from fsdp_ext.optim.clip_in_backward import ClippingInBackward
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
@@ -87,6 +89,8 @@ class FlatStep(Optimizer):
             )
         every: _Part = own.setdefault("_every", _Part(watches_all=True))
         every.params = [group["params"] for group in self.param_groups]
+        if clipping := own.get("_attached") and own.get("_clipping"):
+            clipping.end_step([param for group in every.params for param in group])
         self._step(every)
         return loss
 
@@ -107,7 +111,14 @@ class FlatStep(Optimizer):
         if grads:
             torch._foreach_zero_([local_of(grad) for grad in grads])
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        last_norm: float | None = None,
+    ) -> None:
         """Step each unit of ``model`` in backward, as soon as its gradients are reduced.
 
         Backward removes the gradients, so ``.grad`` is None afterwards, and on GPUs at most two
@@ -118,23 +129,72 @@ class FlatStep(Optimizer):
 
         Args:
             model: has units with parameters of this optimizer.
+            max_norm: scales gradients down as ``clip_grad_norm_`` does, but by the norm of the step
+                before: this step's is known only after backward. ``step()`` computes it, and is
+                then required after each backward, on all ranks. The first step is not clipped.
+            norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
+            last_norm: the norm for the first step, to go on as before a checkpoint.
 
         Raises:
             RuntimeError: if one of the units already has an attached optimizer.
-            TypeError: if ``model`` is no module.
+            TypeError: if ``model`` is no module, or if a norm is no number.
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
-                has a flat parameter, tensor extensions or hooks behind gradient accumulation.
+                has a flat parameter, tensor extensions or hooks behind gradient accumulation. Also
+                if ``norm_type`` is not positive, if ``last_norm`` is passed without ``max_norm``,
+                or if a model was attached with other norms.
         """
         groups = [group["params"] for group in self.param_groups]
+        units = units_to_attach(model, groups)
+        clipping = self._clipping_by(max_norm, norm_type, last_norm)
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
-        for unit, own in units_to_attach(model, groups).items():
+        updates = {}
+        for unit, own in units.items():
             part = _Part([[each for each in group if each in own] for group in groups])
-            change([unit], update=partial(self._step_in_backward, part))
-            attached.add(unit)
+            updates[unit] = partial(self._step_in_backward, part)
+        try:
+            for unit, update in updates.items():
+                change([unit], update=update)
+        except Exception:
+            change([*updates], update=None)
+            raise
+        attached.update(updates)
+        self._clipping = clipping
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of the last step's gradients before clipping, after ``attach(max_norm=...)``."""
+        clipping: ClippingInBackward | None = vars(self).get("_clipping")
+        return None if clipping is None else clipping.norm
 
     def detach(self) -> None:
         """Let only ``step()`` step parameters from now on, after :meth:`attach`."""
+        vars(self).pop("_clipping", None)
         change([*vars(self).pop("_attached", ())], update=None)
+
+    def _clipping_by(
+        self, max_norm: Any, norm_type: Any, last_norm: Any
+    ) -> ClippingInBackward | None:
+        """Return the clipping that ``attach`` is asked for."""
+        before = None if last_norm is None else number_of("attach", "last_norm", last_norm)
+        if max_norm is None and before is not None:
+            raise ValueError("attach got last_norm without max_norm. Pass both, or none.")
+        if before is not None and not before >= 0:
+            raise ValueError(
+                f"attach got last_norm={before}. Pass the grad_norm of the last step, 0 or more."
+            )
+        limits = None if max_norm is None else Limits.of("attach", max_norm, norm_type)
+        known: ClippingInBackward | None = vars(self).get("_clipping")
+        if vars(self).get("_attached"):
+            if (limits and (limits, before)) != (known and known.settings):
+                raise ValueError(
+                    f"attach got {limits or 'no max_norm'} and last_norm={before}, but another "
+                    "model of this optimizer is attached with other norms. Pass the same for each."
+                )
+            return known
+        if limits is None:
+            return None
+        params = [param for group in self.param_groups for param in group["params"]]
+        return ClippingInBackward(limits, before, params)
 
     def register_update_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
         """Call ``hook`` before backward steps a unit, after :meth:`attach`.
@@ -152,8 +212,10 @@ class FlatStep(Optimizer):
             hook()
         before = part.groups
         part.params += [[]] * (len(self.param_groups) - len(part.params))
-        self._step(part)
         params = [param for group in part.params for param in group]
+        if clipping := vars(self).get("_clipping"):
+            clipping.clip_unit(part, params)
+        self._step(part)
         for param in params:
             param.grad = None
         if not _C.same_objects(before, part.groups) and params[0].is_cuda:

@@ -57,6 +57,7 @@ WORKS = {
         Work("attached, settings", attached._all_settings),
         Work("attached, accumulation", attached._accumulation),
         Work("attached, two backwards", attached._two_backwards),
+        Work("attached, clipping", attached._clipping),
         Work("attached, parts", attached._other_parameters_keep_their_gradients),
         Work("Muon", muon._matrices_on_one_dimension),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import fully_shard
-from fsdp_ext.optim import SGD, AdamW
+from fsdp_ext.optim import SGD, AdamW, flat_step
+from fsdp_ext.sharding.api import setting_changes
 
 
 class OtherExperts(Stack):
@@ -69,6 +71,7 @@ class Pair:
     Args:
         subject: makes the models.
         make: makes their optimizers.
+        clipping: arguments of ``attach``.
         options: arguments of each fully_shard.
     """
 
@@ -76,6 +79,7 @@ class Pair:
         self,
         subject: Callable[[], Subject] = Stack,
         make: Callable[[Any], Any] = adam,
+        clipping: dict[str, float] | None = None,
         **options: Any,
     ) -> None:
         self.models: list[Any] = []
@@ -88,7 +92,7 @@ class Pair:
             fully_shard(model, **options)
             self.models.append(model)
             self.optimizers.append(make(model.parameters()))
-        self.optimizers[0].attach(self.models[0])
+        self.optimizers[0].attach(self.models[0], **(clipping or {}))
         self.batches: Counter[Any] = Counter()  # of each model so far
 
     def loss(self, model: Any) -> Tensor:
@@ -309,6 +313,84 @@ def _early_reductions_without_gradients() -> None:
     Pair(Teacher, bucket_bytes=0).train()
 
 
+class ClipByLastNorm:
+    """Clips a pair's second model by the norm of the step before, after its backward."""
+
+    def __init__(self, pair: Pair, max_norm: float, norm_type: float, last_norm: float = 0.0):
+        self.pair = pair
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.last = torch.tensor(last_norm)
+
+    def __call__(self, number: int) -> None:
+        if number == 0:
+            return
+        params = list(self.pair.models[1].parameters())
+        norm = fsdp_ext.clip_grad_norm_(params, math.inf, self.norm_type)
+        scale = (self.max_norm / (self.last + 1e-6)).clamp(max=1.0)
+        for param in params:
+            if param.grad is not None:
+                param.grad.to_local().mul_(scale)
+        found = self.pair.optimizers[0].grad_norm
+        torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)  # units are summed first
+        self.last = found
+
+
+def _clip(norm_type: float, *args: Any, **options: Any) -> None:
+    clipping = {"max_norm": 1e-3, "norm_type": norm_type}
+    pair = Pair(*args, clipping=clipping, **options)
+    clip = ClipByLastNorm(pair, **clipping)
+    pair.train(step=clip)
+    assert float(clip.last) > 1e-3, "nothing was clipped"
+
+
+def _clipping() -> None:
+    for norm_type in (math.inf, 2.0, 1.0):
+        _clip(norm_type)
+    _clip(2.0, make=sgd, bucket_bytes=0)
+    _clip(2.0, OtherExperts, make=in_groups)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _clip(2.0, mp_policy=half)
+
+
+def _clipping_with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _clip(2.0, OtherExperts, mesh=mesh)
+
+
+def _clipping_goes_on_after_a_checkpoint() -> None:
+    clipping = {"max_norm": 1e-3, "norm_type": 2.0, "last_norm": 0.7}
+    pair = Pair(clipping=clipping)
+    pair.train(2, step=ClipByLastNorm(pair, **clipping))
+
+
+def _clipping_counts_what_step_steps() -> None:
+    """Gradients of units that are not attached are clipped by step()."""
+    clipping = {"max_norm": 1e-3, "norm_type": 2.0}
+    pair = Pair()
+    pair.optimizers[0].detach()
+    for block in pair.models[0].blocks[:2]:
+        pair.optimizers[0].attach(block, **clipping)
+    stepped = {param for block in pair.models[0].blocks[:2] for param in block.parameters()}
+    clip = ClipByLastNorm(pair, **clipping)
+    pair.train(step=clip, left=lambda param: param not in stepped)
+    pair.optimizers[0].step()  # without gradients: the next step clips as before
+    pair.train(1, step=clip, left=lambda param: param not in stepped)
+
+
+def _clipping_after_a_failed_backward() -> None:
+    """step() ends the failed step. Then the same weights have the same norm as without it."""
+    (model, other), (optimizer, _) = _failing(clipping={"max_norm": 1e-3})
+    optimizer.step()
+    model.load_state_dict(copy.deepcopy(other.state_dict()))
+    args, kwargs = model.batch(torch.Generator().manual_seed(0))
+    for each in (model, other):
+        each.loss(each(*args, **kwargs)).backward()
+    optimizer.step()
+    norm = fsdp_ext.clip_grad_norm_(other, math.inf)
+    torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-6, atol=0)
+
+
 def _checked_steps() -> None:
     Pair(check_every=1).train(3)
 
@@ -330,6 +412,11 @@ def _checked_steps() -> None:
         (_optimizers_may_be_detached, 2),
         (_early_reductions_without_gradients, 2),
         (_checked_steps, 2),
+        (_clipping, 2),
+        (_clipping_with_replicas, 4),
+        (_clipping_goes_on_after_a_checkpoint, 2),
+        (_clipping_counts_what_step_steps, 2),
+        (_clipping_after_a_failed_backward, 2),
         pytest.param(_more_models, 2, marks=pytest.mark.exhaustive),
         pytest.param(_more_models, 3, marks=pytest.mark.exhaustive),
         pytest.param(_all_settings, 1, marks=pytest.mark.exhaustive),
@@ -397,6 +484,18 @@ class Failing(torch.autograd.Function):
         raise ValueError("a fault of the test")
 
 
+def _failing(**options: Any) -> tuple[list[Any], list[Any]]:
+    """Return a pair's models and optimizers after a backward of the first one has failed."""
+    pair = Pair(bucket_bytes=0, **options)
+    model = pair.models[0]
+    args, kwargs = model.batch(torch.Generator().manual_seed(0))
+    handle = model.blocks[0].register_forward_hook(lambda module, args, out: Failing.apply(out))
+    with pytest.raises(ValueError, match="a fault of the test"):
+        model.loss(model(*args, **kwargs)).backward()
+    handle.remove()
+    return pair.models, pair.optimizers
+
+
 def _a_failed_backward_leaves_no_gradients() -> None:
     """Units whose gradients were reduced before the failure have stepped, or lose them."""
     model = Pair(bucket_bytes=0).models[0]
@@ -422,6 +521,51 @@ def _backward_of_other_weights_is_refused() -> None:
         loss.backward()
 
 
+def _bad_norms_are_refused() -> None:
+    pair = Pair(clipping={"max_norm": 1.0})
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    pair.loss(model).backward()
+    loss = pair.loss(model)
+    with pytest.raises(RuntimeError, match=r"Call step\(\) after each backward"):
+        loss.backward()
+    optimizer.step()
+    pair.loss(model).backward()
+    optimizer.detach()
+    assert optimizer.grad_norm is None
+    for name in ("max_norm", "last_norm"):
+        with pytest.raises(TypeError, match=f"attach got {name}='one'"):
+            optimizer.attach(model, **{"max_norm": 1.0, name: "one"})
+    with pytest.raises(ValueError, match=r"attach got last_norm=-1\.0\. Pass the grad_norm"):
+        optimizer.attach(model, max_norm=1.0, last_norm=-1.0)
+    with pytest.raises(ValueError, match="attach got last_norm without max_norm"):
+        optimizer.attach(model, last_norm=1.0)
+    with pytest.raises(ValueError, match="attach got norm_type=0"):
+        optimizer.attach(model, max_norm=1.0, norm_type=0)
+    optimizer.attach(model.blocks[0], max_norm=1.0)
+    with pytest.raises(ValueError, match=r"attach got max_norm=2\.0 with norm_type=2\.0 and last"):
+        optimizer.attach(model.blocks[1], max_norm=2.0)
+    with pytest.raises(ValueError, match="attach got no max_norm and last_norm=None, but"):
+        optimizer.attach(model.blocks[1])
+
+
+def _an_attach_that_fails_attaches_nothing() -> None:
+    pair = Pair()
+    model, optimizer = pair.models[1], pair.optimizers[1]
+    changes = []
+
+    def change(units: Any, **settings: Any) -> None:
+        changes.append(settings["update"])
+        if len(changes) == 2:
+            raise ValueError("a fault of the test")
+        setting_changes.change(units, **settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(flat_step, "change", change)
+        with pytest.raises(ValueError, match="a fault of the test"):
+            optimizer.attach(model, max_norm=1e-3)
+    pair.train(1)  # the second optimizer steps after backward, and does not clip
+
+
 def _a_gradient_scaler_is_refused() -> None:
     pair = Pair(make=lambda parameters: AdamW(parameters, fused=True))
     model, optimizer = pair.models[0], pair.optimizers[0]
@@ -439,6 +583,8 @@ def _a_gradient_scaler_is_refused() -> None:
         _a_failed_backward_leaves_no_gradients,
         _backward_of_other_weights_is_refused,
         _a_gradient_scaler_is_refused,
+        _bad_norms_are_refused,
+        _an_attach_that_fails_attaches_nothing,
     ],
 )
 def test_errors(work: Callable[[], None]) -> None:
