@@ -86,7 +86,8 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
     if not isinstance(param, DTensor):
         raise NotImplementedError(
             f"'{name}' is a ShardedTensor, and the parameter is not sharded. Save it as "
-            "FULL_STATE_DICT."
+            "FULL_STATE_DICT, or wrap the saving model with device_mesh=, so that it saves "
+            "DTensors."
         )
     size, offset = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
@@ -98,7 +99,8 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
         raise NotImplementedError(
             f"'{name}' is a ShardedTensor of {tuple(value.shape)} with the parts (sizes, offsets) "
             f"{parts} on this rank. The parameter of {tuple(param.shape)} has {needed} here. Load "
-            "it on as many ranks as have saved it, or save it as FULL_STATE_DICT."
+            "it on as many ranks as have saved it, save it as FULL_STATE_DICT, or wrap the saving "
+            "model with device_mesh=, so that it saves DTensors."
         )
     local = shards[0].tensor if needed else param.to_local().new_empty(size, dtype=value.dtype)
     return _spread_like(param, local.detach().to(param.device))
