@@ -530,7 +530,7 @@ def _defaults() -> None:
     ]
     assert lines[2].startswith("layers.0 to layers.7 (8)")
     assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=1,026,000")
-    assert lines[-1].startswith("1 slots of ")
+    assert lines[-1].startswith("1 slot of ")
 
 
 def test_describe_buckets_shows_the_default_and_its_memory() -> None:

@@ -69,7 +69,7 @@ def _sentences(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
     alone = zip(root.settings.reshard_after_forward, root.impl.unsharded_bytes(), strict=True)
     largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
     lines.append(
-        f"{slots} slots of up to {size(memory['ring_slot_bytes'])} are "
+        f"{slots} slot{'s' * (slots != 1)} of up to {size(memory['ring_slot_bytes'])}: "
         f"{size(memory['ring_bytes'])}; without buckets they would be {size(slots * largest)}"
     )
     return [sentence(line) for line in lines]
