@@ -6,7 +6,8 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
     FORCE_CUDA=1    make the CUDA build, or fail
     CUDA_HOME=dir   use this CUDA toolkit; otherwise the first of torch's major version with an nvcc
                     on the PATH, in PyPI's packages beside torch, in the environment (conda), or in
-                    /usr/local/cuda
+                    /usr/local/cuda. CUDA_PATH means the same
+    FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
                     build for these GPUs, as torch's own extensions do; the default is 8.0, 9.0
