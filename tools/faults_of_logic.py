@@ -420,7 +420,7 @@ FAULTS = (
     # - Tensors and autograd
     Fault(
         "attributes stay unsharded after a module's own __setattr__ has raised",
-        f"{TORCH}/torch_unit.cpp",
+        f"{TORCH}/unit_parameters.cpp",
         "changed->put(objects(!unsharded, changed->parameter()));",
         python=("trained_parameters",),
     ),

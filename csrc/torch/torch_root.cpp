@@ -113,7 +113,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     return true;
   }
   for (const auto& other : units_) {
-    other->carry_gradient_settings();
+    other->parameters().carry_gradient_settings();
   }
   // A frozen parameter stays trainable while its unit awaits a reduction. recover() drops that
   // reduction, so the settings are compared after it.
@@ -122,7 +122,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     return false;
   }
   for (const auto& other : units_) {
-    other->reset_pending();
+    other->forward().reset_pending();
     other->reclaim_memory();
   }
   owner_.change(RootOwner::Use::Forward);
@@ -153,7 +153,7 @@ bool TorchRoot::has_gradient_setting_changed() const {
 
 void TorchRoot::leave_forward(py::handle output) {
   for (const auto& unit : units_) {
-    unit->end_incomplete_forward(*this, output);
+    unit->forward().end_incomplete(*this, output);
   }
   passes().leave_forward();
   const py::gil_scoped_release no_gil;
@@ -241,7 +241,7 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
 void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   // Check all units before any is changed, so that a refused backward changes nothing.
   for (const auto& unit : units_) {
-    unit->check_shown_gradients();
+    unit->shown_gradients().check(unit->name());
   }
   for (const auto& unit : units_) {
     unit->begin_backward();
@@ -263,7 +263,7 @@ void TorchRoot::end_backward() {
   }
   for (const auto& unit : units_) {
     unit->run_post_accumulate_hooks();
-    unit->reset_pending();
+    unit->forward().reset_pending();
   }
   return_from_backward();
 }
@@ -286,9 +286,9 @@ void TorchRoot::begin_step() {
   is_checking_ = is_due;
   for (const auto& unit : units_) {
     if (is_due) {
-      unit->begin_checksum();
+      unit->checksum().begin();
     } else {
-      unit->discard_checksum();  // of a step that ended in an exception
+      unit->checksum().discard();  // of a step that ended in an exception
     }
   }
 }
@@ -297,14 +297,14 @@ void TorchRoot::end_step() {
   is_checking_ = false;
   std::vector<StepChecksum::Numbers> numbers;
   for (const auto& unit : units_) {
-    numbers.push_back(unit->end_checksum());
+    numbers.push_back(unit->checksum().end());
   }
   checks_->compare(numbers);
 }
 
 void TorchRoot::reset_iteration() {
   for (const auto& unit : units_) {
-    unit->reset_pending();
+    unit->forward().reset_pending();
   }
   passes().reset();
   const py::gil_scoped_release no_gil;
@@ -317,7 +317,7 @@ void TorchRoot::recover() {
     return;
   }
   for (const auto& unit : units_) {
-    unit->reset_pending();
+    unit->forward().reset_pending();
   }
   passes().reset();
   if (reset_failed(Pipeline::After::Failure)) {

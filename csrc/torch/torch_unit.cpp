@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -118,12 +117,10 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitPar
       tensors_(std::move(tensors)),
       parameters_(layout_, std::move(parameters)),
       gradients_(std::move(tensors_.flat_gradient)),
-      casts_(casts),
       storage_(empty_storage(device())),
       shown_(parameters_, device()),
-      handled_(module_count, nullptr),
-      watches_(module_count),
-      pending_(module_count, 0) {
+      forward_(*this, casts, module_count),
+      checksum_(*this) {
   got_gradient_.assign(parameters_.trainable().size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const UnitParameter& parameter = parameters_[i];
@@ -156,7 +153,7 @@ std::vector<at::Tensor> TorchUnit::unsharded_views() const {
 void TorchUnit::bind(std::vector<BoundObjects> objects, py::object make_gradients,
                      py::object extensions, py::object flat_parameter,
                      std::vector<ModuleAttribute> attributes) {
-  parameters_.bind(std::move(objects), std::move(flat_parameter));
+  parameters_.bind(std::move(objects), std::move(flat_parameter), std::move(attributes));
   gradients_.bind(std::move(make_gradients), parameters_.gradient_count(), parameters_.has_flat());
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     if (parameters_.trained(i).unsharded.defined()) {
@@ -165,13 +162,15 @@ void TorchUnit::bind(std::vector<BoundObjects> objects, py::object make_gradient
   }
   has_extensions_ = !extensions.is_none();
   extensions_ = std::move(extensions);
-  attributes_ = std::move(attributes);
 }
 
 void TorchUnit::join(const std::shared_ptr<TorchRoot>& root, std::string name, int number) {
   root_ = root;
   name_ = std::move(name);
-  ranges_ = UnitRanges(number == 0 ? "" : name_);
+  const std::string ranges = number == 0 ? "" : name_;
+  forward_.name_ranges(ranges);
+  pre_backward_range_ = range_name("pre_backward", ranges);
+  post_backward_range_ = range_name("post_backward", ranges);
   number_ = number;
   when_freed_ = detail::concat("An unsharded parameter of unit '", name_,
                                "' was read while it is freed. Read parameters in the forward of "
@@ -213,7 +212,7 @@ void TorchUnit::attach(void* unsharded) {
     if (has_extensions_) {
       attach_extensions();
     }
-    register_parameters(/*unsharded=*/true);
+    show_unsharded();
   } catch (...) {  // the unit stays detached
     free_storages();
     throw;
@@ -244,54 +243,12 @@ void TorchUnit::compute_inputs() {
 }
 
 void TorchUnit::detach() {
-  if (checksum_ != nullptr) {
-    hash_parameters();
-  }
+  checksum_.hash_parameters();
   if (has_extensions_) {
     with_python([this] { extensions_.attr("detach")(); });
   }
   free_storages();
-  register_parameters(/*unsharded=*/false);
-}
-
-// See Note [registered parameters].
-void TorchUnit::register_parameters(bool unsharded) {
-  if (unsharded_registered_ == unsharded) {
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  if (unsharded) {
-    take_gradient_settings();
-  } else {
-    carry_gradient_settings();
-  }
-  const auto objects = [this](bool are_unsharded, std::size_t parameter) {
-    const UnitParameter& of = parameters_[parameter];
-    return (are_unsharded ? of.unsharded_object : of.sharded).ptr();
-  };
-  auto attribute = attributes_.cbegin();
-  // Restores the attributes before `end`, so that the next use finds all of them unchanged.
-  const auto put_back_until = [&](auto end) {
-    for (auto changed = attributes_.cbegin(); changed != end; ++changed) {
-      changed->put(objects(!unsharded, changed->parameter()));
-    }
-  };
-  try {
-    for (; attribute != attributes_.cend(); ++attribute) {
-      const std::size_t parameter = attribute->parameter();
-      FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), objects(unsharded, parameter)),
-                 "parameter '", layout_.params()[parameter].name, "' of unit '", name_,
-                 "' was replaced after fully_shard. Change parameters in place, or through "
-                 "load_state_dict or module.to().");
-    }
-  } catch (const python_error&) {  // of a module's __setattr__, which may have set this attribute
-    put_back_until(attribute + 1);
-    throw;
-  } catch (const Error&) {  // this attribute has the user's parameter, which stays
-    put_back_until(attribute);
-    throw;
-  }
-  unsharded_registered_ = unsharded;
+  show_sharded();
 }
 
 std::uint64_t TorchUnit::shard_version() {
@@ -466,6 +423,10 @@ void TorchUnit::run_post_accumulate_hooks() {
   }
 }
 
+bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
+  return parameters_.has_gradient_setting_changed(awaits_reduction, tensors_.shard.flat());
+}
+
 void TorchUnit::reclaim_memory() {
   tensors_.shard.reclaim(/*parts_are_newer=*/!parameters_.has_flat());
   gradients_.reclaim();
@@ -475,7 +436,7 @@ void TorchUnit::reclaim_memory() {
 
 void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {
-    const Range range(*root->lanes().device, ranges_.pre_backward);
+    const Range range(*root->lanes().device, pre_backward_range_);
     root->ensure_backward(node);
     root->pipeline().pre_backward(number_, call);
   }
@@ -502,7 +463,7 @@ void TorchUnit::adopt_gradients() {
 
 void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
-    const Range range(*root->lanes().device, ranges_.post_backward);
+    const Range range(*root->lanes().device, post_backward_range_);
     root->ensure_backward();
     root->pipeline().post_backward(number_, call);
   }

@@ -1,12 +1,33 @@
 #include "torch/unit_parameters.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <optional>
 
 #include "base/check.h"
+#include "torch/dtype.h"
 
 namespace py = pybind11;
 
 namespace fsdp {
+namespace {
+
+// The dtype that gradients of the parameter are to have, if the user has set another one than its
+// own.
+std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
+  const auto asked = torch::autograd::impl::get_autograd_meta(parameter)->grad_dtype(parameter);
+  const bool is_set = asked.has_value() && *asked != parameter.scalar_type();
+  return is_set ? std::make_optional(to_dtype(*asked)) : std::nullopt;
+}
+
+// Whether a parameter's gradient settings differ from those when its unit was made.
+bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
+  return parameter.requires_grad() != trainable ||
+         (trainable && grad_dtype_of(parameter) != grad_dtype);
+}
+
+}  // namespace
 
 void UnitParameter::set_unsharded(py::object object) {
   unsharded_object = std::move(object);
@@ -26,7 +47,8 @@ UnitParameters::UnitParameters(const UnitLayout& layout, std::vector<UnitParamet
   }
 }
 
-void UnitParameters::bind(std::vector<BoundObjects> objects, py::object flat) {
+void UnitParameters::bind(std::vector<BoundObjects> objects, py::object flat,
+                          std::vector<ModuleAttribute> attributes) {
   FSDP_CHECK(objects.size() == all_.size(), "bind got ", objects.size(),
              " parameters. The layout has ", all_.size(), ".");
   for (std::size_t i = 0; i < objects.size(); ++i) {
@@ -38,6 +60,7 @@ void UnitParameters::bind(std::vector<BoundObjects> objects, py::object flat) {
   }
   has_flat_ = !flat.is_none();
   flat_ = std::move(flat);
+  attributes_ = std::move(attributes);
 }
 
 // Unpacked anew each time: swap_tensors (module.to()) exchanges the tensor behind the object.
@@ -49,6 +72,101 @@ const at::Tensor& UnitParameters::flat() const { return THPVariable_Unpack(flat_
 
 const at::Tensor& UnitParameters::gradient_owner(std::size_t i) const {
   return has_flat_ ? flat() : sharded(trainable_[i]);
+}
+
+// See Note [registered parameters].
+void UnitParameters::show(bool unsharded, const std::string& unit) {
+  if (shows_unsharded_ == unsharded) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (unsharded) {
+    take_gradient_settings();
+  } else {
+    carry_gradient_settings();
+  }
+  const auto objects = [this](bool are_unsharded, std::size_t parameter) {
+    const UnitParameter& of = all_[parameter];
+    return (are_unsharded ? of.unsharded_object : of.sharded).ptr();
+  };
+  auto attribute = attributes_.cbegin();
+  // Restores the attributes before `end`, so that the next use finds all of them unchanged.
+  const auto put_back_until = [&](auto end) {
+    for (auto changed = attributes_.cbegin(); changed != end; ++changed) {
+      changed->put(objects(!unsharded, changed->parameter()));
+    }
+  };
+  try {
+    for (; attribute != attributes_.cend(); ++attribute) {
+      const std::size_t parameter = attribute->parameter();
+      FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), objects(unsharded, parameter)),
+                 "parameter '", layout_.params()[parameter].name, "' of unit '", unit,
+                 "' was replaced after fully_shard. Change parameters in place, or through "
+                 "load_state_dict or module.to().");
+    }
+  } catch (const python_error&) {  // of a module's __setattr__, which may have set this attribute
+    put_back_until(attribute + 1);
+    throw;
+  } catch (const Error&) {  // this attribute has the user's parameter, which stays
+    put_back_until(attribute);
+    throw;
+  }
+  shows_unsharded_ = unsharded;
+}
+
+void UnitParameters::carry_gradient_settings() {
+  if (!shows_unsharded_ || has_flat_) {
+    return;
+  }
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    if (all_[i].sharded.is_none() || !all_[i].unsharded.defined()) {
+      continue;
+    }
+    const bool was = all_[i].requires_grad;
+    if (all_[i].unsharded.requires_grad() != was) {
+      sharded(i).set_requires_grad(!was);
+    } else if (sharded(i).requires_grad() != was && layout_.params()[i].trainable) {
+      all_[i].unsharded.set_requires_grad(!was);
+    }
+    all_[i].requires_grad = all_[i].unsharded.requires_grad();
+  }
+}
+
+// The user may have frozen sharded parameters while the modules showed them. After an evaluation
+// the unit may be unsharded then: Note [after an evaluation] in core/gather/unit_gather.h.
+void UnitParameters::take_gradient_settings() {
+  for (const std::size_t i : trainable_) {
+    const bool requires_grad = sharded(i).requires_grad();
+    if (all_[i].unsharded.requires_grad() != requires_grad) {
+      all_[i].unsharded.set_requires_grad(requires_grad);
+    }
+    all_[i].requires_grad = requires_grad;
+  }
+}
+
+// See Note [frozen while gradients accumulate].
+bool UnitParameters::has_gradient_setting_changed(bool awaits_reduction,
+                                                  const at::Tensor& flat_shard) const {
+  const auto is_frozen_until_reduced = [&](const at::Tensor& parameter, bool trainable) {
+    return awaits_reduction && trainable && !parameter.requires_grad();
+  };
+  if (has_flat_) {
+    const at::Tensor& flat = this->flat();
+    const bool trainable = !trainable_.empty();
+    const bool stays =
+        is_frozen_until_reduced(flat, trainable) && !sharded(trainable_[0]).requires_grad();
+    return (differs(flat, trainable, std::nullopt) && !stays) ||
+           !flat.storage().is_alias_of(flat_shard.storage());
+  }
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    const ParamSpec& spec = layout_.params()[i];
+    if (!all_[i].sharded.is_none() &&
+        differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype) &&
+        !is_frozen_until_reduced(sharded(i), spec.trainable)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace fsdp

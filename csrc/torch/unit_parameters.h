@@ -1,15 +1,25 @@
-// The parameters of a unit. The layout counts all of them, and gradients only the trainable ones.
+// The parameters of a unit, and which of them its modules have. The layout counts all of them, and
+// gradients only the trainable ones.
+//
+// Note [registered parameters]
+// While a unit is unsharded, its modules have the unsharded parameters as attributes, and otherwise
+// the sharded DTensors. (Note [after an evaluation] in core/gather/unit_gather.h has an exception.)
+// Each swap is one PyDict_SetItem, which needs the GIL but runs no Python, unless the module has a
+// __setattr__ of its own: torch/module_attribute.h. Backward swaps, too, since activation
+// checkpointing runs parts of forward again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "core/memory/layout.h"
+#include "torch/module_attribute.h"
 #include "torch/with_python.h"
 
 namespace fsdp {
@@ -43,7 +53,9 @@ class UnitParameters {
   // The layout outlives the parameters.
   UnitParameters(const UnitLayout& layout, std::vector<UnitParameter> all);
   // `flat` is None, or the flat parameter, which has the gradient in place of the sharded ones.
-  void bind(std::vector<BoundObjects> objects, pybind11::object flat);
+  // `attributes` are those of modules that refer to the parameters.
+  void bind(std::vector<BoundObjects> objects, pybind11::object flat,
+            std::vector<ModuleAttribute> attributes);
 
   std::size_t size() const { return all_.size(); }
   UnitParameter& operator[](std::size_t i) { return all_[i]; }
@@ -67,12 +79,25 @@ class UnitParameters {
     return has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
   }
 
+  // See Note [registered parameters]. `unit` is for messages.
+  void show(bool unsharded, const std::string& unit);
+  // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
+  // versa.
+  void carry_gradient_settings();
+  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
+  // flat parameter was given other memory than `flat_shard`, so that the unit has to be made anew.
+  bool has_gradient_setting_changed(bool awaits_reduction, const at::Tensor& flat_shard) const;
+
  private:
+  void take_gradient_settings();  // from the sharded parameters: see carry_gradient_settings
+
   const UnitLayout& layout_;
   std::vector<UnitParameter> all_;
   std::vector<std::size_t> trainable_;
   HeldObject flat_;
   bool has_flat_ = false;
+  std::vector<ModuleAttribute> attributes_;
+  bool shows_unsharded_ = false;
 };
 
 }  // namespace fsdp

@@ -311,7 +311,7 @@ void register_measurements(RootClass& bound) {
            [](TorchRoot& root) {
              py::list result;
              for (const auto& unit : root.units()) {
-               result.append(unit->layout().unsharded_bytes());
+               result.append(unit->parameters().layout().unsharded_bytes());
              }
              return result;
            })

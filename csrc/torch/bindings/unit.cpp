@@ -55,7 +55,12 @@ void register_unit(py::module_& m) {
       .def("unsharded_views", &TorchUnit::unsharded_views)
       .def("bind", &TorchUnit::bind, py::arg("objects"), py::arg("make_gradients"),
            py::arg("extensions"), py::arg("flat_parameter"), py::arg("attributes"))
-      .def("enclose", &TorchUnit::enclose, py::arg("inner"))
+      .def(
+          "enclose",
+          [](TorchUnit& unit, const std::shared_ptr<TorchUnit>& inner) {
+            unit.forward().enclose({inner, &inner->forward()});
+          },
+          py::arg("inner"))
       .def("show_accumulated",
            [](TorchUnit& unit, py::object wrap) { unit.shown_gradients().enable(std::move(wrap)); })
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
@@ -67,7 +72,7 @@ void register_unit(py::module_& m) {
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(
                  [unit, index](py::handle module, py::handle args, py::handle kwargs) {
-                   return unit->pre_forward(index, module, args, kwargs);
+                   return unit->forward().pre_forward(index, module, args, kwargs);
                  },
                  py::name("fsdp_pre_forward"));
            })
@@ -75,13 +80,17 @@ void register_unit(py::module_& m) {
            [](const std::shared_ptr<TorchUnit>& unit, std::size_t index) {
              return py::cpp_function(
                  [unit, index](py::handle /*module*/, py::handle /*args*/, py::handle output) {
-                   return unit->post_forward(index, output);
+                   return unit->forward().post_forward(index, output);
                  },
                  py::name("fsdp_post_forward"));
            })
-      .def("begin_skip", &TorchUnit::begin_skip)
-      .def("end_skip", &TorchUnit::end_skip)
-      .def_property_readonly("layout", &TorchUnit::layout);
+      .def("begin_skip", [](TorchUnit& unit,
+                            const at::Tensor& tensor) { return unit.forward().begin_skip(tensor); })
+      .def("end_skip", [](TorchUnit& unit, std::size_t index,
+                          const at::Tensor& tensor) { unit.forward().end_skip(index, tensor); })
+      .def_property_readonly("layout", [](TorchUnit& unit) -> const UnitLayout& {
+        return unit.parameters().layout();
+      });
   register_steps(m);
   m.def("note_exit", &note_exit);
   m.def("any_unit_shows_gradients", &any_unit_shows_gradients);

@@ -25,7 +25,7 @@ class ModuleState:
             FSDP1's wrapper wraps.
         groups: the module's units, which in a planned model are planned ones. There are several if
             its parameters lie on several meshes: Note [units of one module] in
-            ``csrc/torch/torch_unit.h``. None for FSDP1's wrapper.
+            ``csrc/torch/unit_forward.h``. None for FSDP1's wrapper.
         hooks: the forward hooks of the first unit, which run the others, too. None in a planned
             model and for FSDP1's wrapper.
     """

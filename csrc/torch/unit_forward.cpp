@@ -1,10 +1,10 @@
-// A unit's module hooks: how forward enters and leaves its modules.
-//
 // Note [transforms]
 // watch_inputs puts a node in front of inputs, to learn when the unit's backward has ended. The
 // node knows one level of autograd and no tangent. Transforms of torch.func have several levels,
 // and forward-mode autograd has tangents. The node would silently lose them, so transforms get no
 // node. The unit's gradients are reduced at the end of backward instead.
+#include "torch/unit_forward.h"
+
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -41,33 +41,50 @@ const PyObject* handled_exception() {
 
 }  // namespace
 
-py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::handle args,
-                                  py::handle kwargs) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
+UnitForward::UnitForward(TorchUnit& unit, ForwardCasts casts, std::size_t module_count)
+    : unit_(unit),
+      casts_(casts),
+      handled_(module_count, nullptr),
+      watches_(module_count),
+      pending_(module_count, 0) {}
+
+void UnitForward::name_ranges(const std::string& unit) {
+  pre_forward_range_ = range_name("pre_forward", unit);
+  post_forward_range_ = range_name("post_forward", unit);
+}
+
+std::shared_ptr<TorchRoot> UnitForward::living_root() const {
+  std::shared_ptr<TorchRoot> root = unit_.root();
+  FSDP_CHECK(root != nullptr, "The root module of unit '", unit_.name(),
              "' was deleted. Keep a reference to the model.");
+  return root;
+}
+
+py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::handle args,
+                                    py::handle kwargs) {
+  const std::shared_ptr<TorchRoot> root = living_root();
   root->owner().enter(RootOwner::Use::Forward);
   handled_.at(index) = handled_exception();
   const bool recomputing = root->is_recomputing();
-  if (!recomputing && !root->enter_forward(*this)) {
+  if (!recomputing && !root->enter_forward(unit_)) {
     py::object inputs = root->pre_forward_when_stale(module, args, kwargs);
     root->leave_if_idle();  // another root may run the forward
     return inputs;
   }
-  const Range range(*root->lanes().device, ranges_.pre_forward);
+  const Range range(*root->lanes().device, pre_forward_range_);
   const bool entering = recomputing || enter_module();
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;  // it may wait for a gather
-    call = root->pipeline().pre_forward(number_);
+    call = root->pipeline().pre_forward(unit_.number());
   }
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
   if (!recomputing) {
-    moves_inputs_ = !device().is_cpu() && root->is_outermost(*this);
+    moves_inputs_ = !unit_.device().is_cpu() && root->is_outermost(unit_);
   }
   if (moves_inputs_) {
-    inputs = to_device(inputs, device());
+    inputs = to_device(inputs, unit_.device());
   }
   if (!is_summoned(*root)) {
     inputs = cast(inputs, casts_.inputs);
@@ -87,30 +104,28 @@ py::object TorchUnit::pre_forward(std::size_t index, py::handle module, py::hand
   return inner.is_none() ? changed : inner;
 }
 
-py::object TorchUnit::post_forward(std::size_t index, py::handle output) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "The root module of unit '", name_,
-             "' was deleted. Keep a reference to the model.");
+py::object UnitForward::post_forward(std::size_t index, py::handle output) {
+  const std::shared_ptr<TorchRoot> root = living_root();
   if (root->owner().is_of_another_thread()) {
     return py::none();  // pre_forward has raised
   }
-  const Range range(*root->lanes().device, ranges_.post_forward);
+  const Range range(*root->lanes().device, post_forward_range_);
   if (handled_exception() != handled_.at(index)) {
     discard_watches(index);
-    root->abandon_forward(*this);
+    root->abandon_forward(unit_);
     return py::none();
   }
   try {
-    return end_forwards(*root, index, output);
+    return end_all(*root, index, output);
   } catch (...) {
     discard_watches(index);
-    root->abandon_forward(*this);
+    root->abandon_forward(unit_);
     throw;
   }
 }
 
 // Forward has ended in an exception.
-void TorchUnit::discard_watches(std::size_t index) {
+void UnitForward::discard_watches(std::size_t index) {
   if (inner_ != nullptr) {
     inner_->discard_watches(index);
   }
@@ -119,27 +134,27 @@ void TorchUnit::discard_watches(std::size_t index) {
 }
 
 // Ends the forward of the enclosed units first: Note [units of one module].
-py::object TorchUnit::end_forwards(TorchRoot& root, std::size_t index, py::handle returned) {
+py::object UnitForward::end_all(TorchRoot& root, std::size_t index, py::handle returned) {
   if (inner_ == nullptr) {
     watches_.at(index).end();
-    return end_forward(root, index, returned);
+    return end(root, index, returned);
   }
-  const py::object inner = inner_->end_forwards(root, index, returned);
+  const py::object inner = inner_->end_all(root, index, returned);
   watches_.at(index).end();
   const py::handle output = inner.is_none() ? returned : py::handle(inner);
-  const py::object outer = end_forward(root, index, output);
+  const py::object outer = end(root, index, output);
   return outer.is_none() ? inner : outer;
 }
 
-py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle returned) {
+py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle returned) {
   const bool recomputing = root.is_recomputing();
-  const bool outermost = !recomputing && root.is_outermost(*this);
+  const bool outermost = !recomputing && root.is_outermost(unit_);
   const bool last_of_group = recomputing || leave_module(index) || outermost;
-  CallId call = root.pipeline().unit(number_).entering;
+  CallId call = root.pipeline().unit(unit_.number()).entering;
   const bool summoned = is_summoned(root);
   if (last_of_group) {
     const py::gil_scoped_release no_gil;
-    call = root.pipeline().post_forward(number_, at::GradMode::is_enabled() && !summoned);
+    call = root.pipeline().post_forward(unit_.number(), at::GradMode::is_enabled() && !summoned);
   }
   if (summoned) {
     if (outermost) {
@@ -159,14 +174,14 @@ py::object TorchUnit::end_forward(TorchRoot& root, std::size_t index, py::handle
   return result.is(returned) ? py::object(py::none()) : result;
 }
 
-at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
-  const std::shared_ptr<TorchRoot> root = root_.lock();
+at::Tensor UnitForward::begin_skip(const at::Tensor& tensor) {
+  const std::shared_ptr<TorchRoot> root = unit_.root();
   if (root != nullptr) {
     root->owner().check();
   }
   FSDP_CHECK(
       root != nullptr && (root->pipeline().passes()->in_forward() || root->is_recomputing()),
-      "join_empty was called on unit '", name_,
+      "join_empty was called on unit '", unit_.name(),
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");
   const bool entering = root->is_recomputing() || enter_module();
@@ -176,21 +191,21 @@ at::Tensor TorchUnit::begin_skip(const at::Tensor& tensor) {
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
-    call = root->pipeline().pre_forward(number_);
+    call = root->pipeline().pre_forward(unit_.number());
   }
   // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
-  const bool has_gradient = tensor.requires_grad() || !parameters_.trainable().empty();
+  const bool has_gradient = tensor.requires_grad() || !unit_.parameters().trainable().empty();
   const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()
                                  ? add_post_backward_node(tensor, kept_unit(), call)
                                  : tensor;
   return inner_ == nullptr ? skipped : inner_->begin_skip(skipped);
 }
 
-void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
+void UnitForward::end_skip(std::size_t index, const at::Tensor& tensor) {
   if (inner_ != nullptr) {
     inner_->end_skip(index, tensor);
   }
-  const std::shared_ptr<TorchRoot> root = root_.lock();
+  const std::shared_ptr<TorchRoot> root = unit_.root();
   const bool recomputing = root->is_recomputing();
   const bool last_of_group = recomputing || leave_module(index);
   if (!last_of_group) {
@@ -199,7 +214,7 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
-    call = root->pipeline().post_forward(number_, at::GradMode::is_enabled());
+    call = root->pipeline().post_forward(unit_.number(), at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
     add_pre_backward_hook(tensor, kept_unit(), call, first_node_,
@@ -207,12 +222,12 @@ void TorchUnit::end_skip(std::size_t index, const at::Tensor& tensor) {
   }
 }
 
-bool TorchUnit::is_summoned(TorchRoot& root) const {
-  return root.pipeline().unit(number_).is_summoned;
+bool UnitForward::is_summoned(TorchRoot& root) const {
+  return root.pipeline().unit(unit_.number()).is_summoned;
 }
 
 // Returns whether forward enters the unit here. It enters a group of modules with its first one.
-bool TorchUnit::enter_module() {
+bool UnitForward::enter_module() {
   if (pending_count_ > 0) {
     return false;
   }
@@ -222,7 +237,7 @@ bool TorchUnit::enter_module() {
 }
 
 // Returns whether forward leaves the unit here, with the last of its modules.
-bool TorchUnit::leave_module(std::size_t index) {
+bool UnitForward::leave_module(std::size_t index) {
   if (pending_.at(index) == 0) {
     return false;
   }
@@ -231,14 +246,14 @@ bool TorchUnit::leave_module(std::size_t index) {
   return pending_count_ == 0;
 }
 
-void TorchUnit::end_incomplete_forward(TorchRoot& root, py::handle output) {
+void UnitForward::end_incomplete(TorchRoot& root, py::handle output) {
   const bool is_incomplete = pending_count_ > 0 && pending_count_ < pending_.size();
-  if (is_incomplete && !root.is_outermost(*this)) {
+  if (is_incomplete && !root.is_outermost(unit_)) {
     const bool summoned = is_summoned(root);
     CallId call = kNoCall;
     {
       const py::gil_scoped_release no_gil;
-      call = root.pipeline().post_forward(number_, at::GradMode::is_enabled() && !summoned);
+      call = root.pipeline().post_forward(unit_.number(), at::GradMode::is_enabled() && !summoned);
     }
     if (!summoned) {
       (void)watch_outputs(output, call, &root.graph_calls());
@@ -247,12 +262,12 @@ void TorchUnit::end_incomplete_forward(TorchRoot& root, py::handle output) {
   reset_pending();
 }
 
-void TorchUnit::reset_pending() {
+void UnitForward::reset_pending() {
   std::fill(pending_.begin(), pending_.end(), 0);
   pending_count_ = 0;
 }
 
-py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
+py::object UnitForward::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
   if (!dtype) {
     return py::reinterpret_borrow<py::object>(object);
   }
@@ -262,14 +277,14 @@ py::object TorchUnit::cast(py::handle object, std::optional<at::ScalarType> dtyp
 }
 
 // This unit, as a pointer that owns the root, which owns all units.
-std::shared_ptr<TorchUnit> TorchUnit::kept_unit() {
-  std::shared_ptr<TorchRoot> root = root_.lock();
-  FSDP_CHECK(root != nullptr, "Unit '", name_, "' has no root. This is a bug in fsdp_ext.");
-  return {std::move(root), this};
+std::shared_ptr<TorchUnit> UnitForward::kept_unit() {
+  std::shared_ptr<TorchRoot> root = unit_.root();
+  FSDP_CHECK(root != nullptr, "Unit '", unit_.name(), "' has no root. This is a bug in fsdp_ext.");
+  return {std::move(root), &unit_};
 }
 
 // See Note [transforms].
-void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call, bool entering) {
+void UnitForward::watch_inputs(std::size_t index, py::handle inputs, CallId call, bool entering) {
   std::vector<at::Tensor> watched;
   std::vector<at::Tensor> others;
   bool is_transformed =
@@ -293,8 +308,8 @@ void TorchUnit::watch_inputs(std::size_t index, py::handle inputs, CallId call, 
 }
 
 // Returns what the caller gets in place of the output.
-py::object TorchUnit::end_watch(std::size_t index, py::handle output, CallId call,
-                                GraphCalls* calls) {
+py::object UnitForward::end_watch(std::size_t index, py::handle output, CallId call,
+                                  GraphCalls* calls) {
   const InputWatch watch = std::exchange(watches_.at(index), {});
   if (watch.is_empty() || !at::GradMode::is_enabled()) {
     return py::reinterpret_borrow<py::object>(output);
@@ -305,7 +320,7 @@ py::object TorchUnit::end_watch(std::size_t index, py::handle output, CallId cal
   return map_tensors(output, [&](const at::Tensor& tensor) { return watch.output_for(tensor); });
 }
 
-bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
+bool UnitForward::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
   if (!at::GradMode::is_enabled()) {
     return false;
   }
@@ -319,8 +334,8 @@ bool TorchUnit::watch_outputs(py::handle output, CallId call, GraphCalls* calls)
 }
 
 // See Note [opaque outputs].
-void TorchUnit::keep_for_opaque(TorchRoot& root, CallId call, py::handle output) {
-  if (!at::GradMode::is_enabled() || parameters_.trainable().empty()) {
+void UnitForward::keep_for_opaque(TorchRoot& root, CallId call, py::handle output) {
+  if (!at::GradMode::is_enabled() || unit_.parameters().trainable().empty()) {
     return;
   }
   const std::string type = opaque_type_in(output);
@@ -329,15 +344,15 @@ void TorchUnit::keep_for_opaque(TorchRoot& root, CallId call, py::handle output)
   }
   {
     const py::gil_scoped_release no_gil;
-    root.pipeline().unshard(number_, call);
-    root.pipeline().wait_for_unshard(number_);
+    root.pipeline().unshard(unit_.number(), call);
+    root.pipeline().wait_for_unshard(unit_.number());
   }
   if (has_warned_) {
     return;
   }
   has_warned_ = true;
   const std::string message =
-      "unit '" + name_ + "' returned a " + type +
+      "unit '" + unit_.name() + "' returned a " + type +
       ", and fsdp_ext cannot see tensors inside it. The unit's parameters stay unsharded until "
       "backward has ended, which takes memory. Return tensors in tuples, lists, dicts or "
       "dataclasses to avoid that.";

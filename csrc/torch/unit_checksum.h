@@ -1,0 +1,43 @@
+// What a unit contributes to a checked step: Note [checked steps] in torch/step_checksum.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "torch/step_checksum.h"
+
+namespace fsdp {
+
+class TorchUnit;
+
+class UnitChecksum {
+ public:
+  // The unit has this as a member.
+  explicit UnitChecksum(TorchUnit& unit) : unit_(unit) {}
+
+  // Enclose a checked step.
+  void begin();
+  StepChecksum::Numbers end();
+  // The step has ended in an exception.
+  void discard() { sum_.reset(); }
+
+  // Hashes the unsharded parameters in a checked step, the first time in each pass, because ranks
+  // may differ in how often they gather a unit.
+  void hash_parameters() {
+    if (sum_ != nullptr) {
+      hash();
+    }
+  }
+
+ private:
+  void hash();
+  at::Tensor hash_of_shard() const;
+  std::uint64_t shard_version() const;  // with updates in backward
+
+  TorchUnit& unit_;
+  std::unique_ptr<StepChecksum> sum_;  // in a checked step only
+};
+
+}  // namespace fsdp
