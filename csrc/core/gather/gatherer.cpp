@@ -97,8 +97,8 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
   Bucket& bucket = *unit.bucket;
   if (!needs_slot(bucket)) {
     compute_inputs(unit);
-    ledger_.add_unsharded_unit();
-    ledger_.add_unsharded_bytes(unit.layout.unsharded_bytes());
+    ledger_.counters().add_unsharded_unit();
+    ledger_.counters().add_unsharded_bytes(unit.layout.unsharded_bytes());
     unit.gather.state_ = UnitState::Gathering;
     unit.gather.is_speculative_ = true;
     return true;
@@ -121,7 +121,7 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
       gather_into(bucket, *slot);
     }
     bucket.gather.slot_ = slot;
-    ledger_.add_unsharded_bytes(bucket.layout.unsharded_bytes());
+    ledger_.counters().add_unsharded_bytes(bucket.layout.unsharded_bytes());
   }
   retain_slot(bucket);
   return true;
@@ -188,10 +188,10 @@ void Gatherer::reshard(Unit& unit) {
   unit.gather.is_speculative_ = false;
   unit.gather.is_put_away_ = false;
   unit.gather.is_held_ = false;
-  ledger_.remove_unsharded_unit();
+  ledger_.counters().remove_unsharded_unit();
   Slot* slot = std::exchange(unit.gather.slot_, nullptr);
   if (slot == nullptr) {
-    ledger_.remove_unsharded_bytes(unit.layout.unsharded_bytes());
+    ledger_.counters().remove_unsharded_bytes(unit.layout.unsharded_bytes());
     return;
   }
   slot->users -= 1;
@@ -302,11 +302,11 @@ void Gatherer::abandon_gather(Bucket& bucket) {
       unit->gather.slot_ = nullptr;
       unit->gather.state_ = UnitState::Sharded;
       unit->gather.is_speculative_ = false;
-      ledger_.remove_unsharded_unit();
+      ledger_.counters().remove_unsharded_unit();
     }
   }
   bucket.gather.slot_ = nullptr;
-  ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
+  ledger_.counters().remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   if (bucket.gather.is_in_pieces()) {
     const GatherSource& source = bucket.gather.source();
     streams_.messages().wait(*source.last_piece().gathered, source.label);
@@ -323,14 +323,14 @@ void Gatherer::retain_slot(Bucket& bucket) {
       unit->gather.is_speculative_ = true;
       unit->gather.slot_ = bucket.gather.slot_;
       bucket.gather.slot_->users += 1;
-      ledger_.add_unsharded_unit();
+      ledger_.counters().add_unsharded_unit();
     }
   }
 }
 
 void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  ledger_.remove_unsharded_bytes(bucket.layout.unsharded_bytes());
+  ledger_.counters().remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   slot.released_after = ledger_.last_compute_moment();
   bool keeps_contents =
       bucket.gather.slot_ == &slot;  // else the bucket was gathered again elsewhere

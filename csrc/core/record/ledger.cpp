@@ -26,22 +26,6 @@ void Ledger::count_collective(Collective op, UnitRange units, std::size_t bytes)
   }
 }
 
-void Ledger::add_unsharded_unit() {
-  counters_.unsharded_units += 1;
-  counters_.peak_unsharded_units =
-      std::max(counters_.peak_unsharded_units, counters_.unsharded_units);
-}
-
-void Ledger::remove_unsharded_unit() { counters_.unsharded_units -= 1; }
-
-void Ledger::add_unsharded_bytes(std::size_t bytes) {
-  counters_.unsharded_bytes += bytes;
-  counters_.peak_unsharded_bytes =
-      std::max(counters_.peak_unsharded_bytes, counters_.unsharded_bytes);
-}
-
-void Ledger::remove_unsharded_bytes(std::size_t bytes) { counters_.unsharded_bytes -= bytes; }
-
 // - Times
 
 void Ledger::keep_times(std::size_t iterations, std::size_t moments, bool drained) {

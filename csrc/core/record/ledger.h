@@ -10,6 +10,7 @@
 // that stays on allocates nothing after that many iterations.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -57,6 +58,17 @@ struct Counters {
   std::uint64_t peak_unsharded_bytes = 0;
   int unsharded_units = 0;  // gathering or unsharded now
   int peak_unsharded_units = 0;
+
+  void add_unsharded_unit() {
+    unsharded_units += 1;
+    peak_unsharded_units = std::max(peak_unsharded_units, unsharded_units);
+  }
+  void remove_unsharded_unit() { unsharded_units -= 1; }
+  void add_unsharded_bytes(std::size_t bytes) {
+    unsharded_bytes += bytes;
+    peak_unsharded_bytes = std::max(peak_unsharded_bytes, unsharded_bytes);
+  }
+  void remove_unsharded_bytes(std::size_t bytes) { unsharded_bytes -= bytes; }
 };
 
 // The kinds from Cast to FinishReduction, GroupGather, Keep and Update run on the streams of the
@@ -143,10 +155,6 @@ class Ledger {
   std::vector<CollectiveRecord> take_log() { return std::exchange(log_, {}); }
 
   void count_collective(Collective op, UnitRange units, std::size_t bytes);
-  void add_unsharded_unit();
-  void remove_unsharded_unit();
-  void add_unsharded_bytes(std::size_t bytes);
-  void remove_unsharded_bytes(std::size_t bytes);
 
   // Work issued from now on belongs to `phase`.
   void enter_phase(Phase phase) { phase_ = phase; }
