@@ -173,6 +173,11 @@ def _model(text: str) -> nn.Module:
             f"cannot import {name} ({error}). Run the command in its folder, or add that folder to "
             "PYTHONPATH."
         ) from error
+    except Exception as error:
+        raise ValueError(
+            f"cannot import {name}, which raised {type(error).__name__} ({error}). Pass the name "
+            "of a module as in an import, such as my_model:make, and check that it can be imported."
+        ) from error
     for part in attribute.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):

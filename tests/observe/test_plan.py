@@ -879,6 +879,7 @@ def test_the_command_ends_with_1_where_memory_does_not_do(
     [
         ("plan_factory", [], "'plan_factory' is not of the form MODULE:FACTORY"),
         ("nowhere:make", [], "cannot import nowhere"),
+        ("./train.py:make", [], "cannot import ./train.py, which raised TypeError"),
         ("plan_factory:made", [], "plan_factory has no function 'made'"),
         ("plan_factory:number", [], "plan_factory has no function 'number'"),
         ("plan_factory:needs", [], "plan_factory:needs raised TypeError .* on the meta device"),
