@@ -23,6 +23,8 @@ def run(command: str, arguments: Sequence[str]) -> int:
     """Run a command; return 0, or 1 after an error."""
     args = _parser(command).parse_args(arguments)
     try:
+        if command in ("convert", "export") and args.target.exists() and not args.target.is_dir():
+            raise NotADirectoryError(f"{args.target} is a file. Choose a directory.")
         print(_RUN[command](args))
     except (OSError, ValueError, TypeError) as error:
         print(f"fsdp_ext {command}: {error}", file=sys.stderr)
@@ -32,7 +34,8 @@ def run(command: str, arguments: Sequence[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m fsdp_ext {command}", description=f"{COMMANDS[command].capitalize()}."
+        prog=f"python -m fsdp_ext {command}",
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
     )
     what = "a checkpoint, or a directory of them, whose newest is taken"
     if command == "inspect":

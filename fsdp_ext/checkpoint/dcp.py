@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
         the new checkpoint.
 
     Raises:
-        ValueError: if it has no weights, or those of several models or optimizers.
+        ValueError: if it is damaged, has no weights, or those of several models or optimizers.
     """
     saved = _saved_in(source)
     if all(isinstance(value, torch.Tensor) for value in saved.values()):
@@ -75,13 +76,15 @@ def from_dcp(source: Path, directory: Path) -> Path:
 def _saved_in(source: Path) -> dict[str, Any]:
     """Return what was passed to ``dcp.save``, with tensors that are still to be read."""
     reader = FileSystemReader(source)
-    metadata = reader.read_metadata()
+    with _naming_damage(source):
+        metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(values, metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        with _naming_damage(source):
+            reader.read_data(planner.create_local_plan(), planner).wait()
         return values
 
     def unread(name: str, shape: Sequence[int], dtype: torch.dtype) -> Unread:
@@ -97,6 +100,20 @@ def _saved_in(source: Path) -> dict[str, Any]:
             value = others[name]
         set_element(saved, (metadata.planner_data or {}).get(name, (name,)), value)
     return saved
+
+
+@contextlib.contextmanager
+def _naming_damage(source: Path) -> Iterator[None]:
+    """Raise errors of PyTorch and pickle about damaged files as ValueError. OSErrors stay."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{source} cannot be read as a checkpoint of torch.distributed.checkpoint "
+            f"({type(error).__name__}: {error}). Copy it again."
+        ) from error
 
 
 def _kind_of(name: str, value: Any, has_model: bool) -> str:

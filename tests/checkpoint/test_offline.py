@@ -120,6 +120,30 @@ def test_inspect_of_a_directory_without_checkpoints(
     assert "has no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_target_that_is_a_file_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    target = tmp_path / "file"
+    target.write_text("kept")
+    assert main([command, str(place / "ours"), str(target)]) == 1
+    assert f"{target} is a file. Choose a directory." in capsys.readouterr().err
+    assert target.read_text() == "kept"
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_of_dcp_is_named(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    damaged = tmp_path / "dcp"
+    shutil.copytree(place / "dcp", damaged)
+    with (damaged / file).open("r+b") as opened:
+        opened.truncate(100)
+    assert main(["convert", str(damaged), str(tmp_path / "ours")]) == 1
+    assert f"{damaged} cannot be read as a checkpoint of torch" in capsys.readouterr().err
+    assert not [path for path in (tmp_path / "ours").glob("*") if path.name != ".lock"]
+
+
 def test_from_dcp_and_back(place: Path, tmp_path: Path) -> None:
     assert main(["convert", str(place / "dcp"), str(tmp_path / "ours")]) == 0
     model, optimizer = made(1)
