@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo import eval_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,6 +29,17 @@ def hidden_from_dynamo(function: Function) -> Function:
         return disable(function, recursive=True)(*args, **kwargs)
 
     return cast(Function, hidden)
+
+
+def untraced(function: Function) -> Function:
+    """Let Dynamo run a function's own frame, and those that it calls, without tracing them."""
+    # Private names: a version of torch without them may trace the function.
+    action: Any = getattr(eval_frame, "_FrameAction", None)
+    strategy: Any = getattr(eval_frame, "_FrameExecStrategy", None)
+    if action is not None and strategy is not None:
+        skips = strategy(action.SKIP, action.SKIP)
+        eval_frame.set_code_exec_strategy(function.__code__, skips)
+    return function
 
 
 def expect_graph_breaks(function_names: str) -> None:

@@ -14,6 +14,8 @@ from support.parity import SYSTEM, Case, Sharded, load_system, train_step, whole
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from fsdp_ext import fully_shard
+
 STEPS = 3
 FROZEN_BEFORE = 1  # freezing rebuilds the schedule inside the compiled forward
 
@@ -113,3 +115,19 @@ def _marks() -> None:
 
 def test_modules_are_marked_for_dynamo_as_by_fsdp2() -> None:
     run_ranks(_marks, 1)
+
+
+def _compiled_autograd() -> None:
+    fully_shard(nn.Linear(2, 2))  # puts hooks into all modules of the process
+    layer = nn.Linear(2, 2)
+
+    def step() -> None:
+        layer(torch.ones(2, 2)).sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="eager")()
+    assert torch.equal(layer.weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_compiled_autograd_of_unsharded_models_works_beside_sharded_ones() -> None:
+    run_ranks(_compiled_autograd, 1, fresh=True)

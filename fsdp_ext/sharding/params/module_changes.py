@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_ext import _C
+from fsdp_ext._util.dynamo import untraced
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -34,6 +35,9 @@ def watch(modules: Iterable[nn.Module]) -> None:
     _watched.update(modules)
 
 
+# Compiled autograd creates modules while Dynamo evaluates frames, and the hook gets them before
+# they are initialised. Dynamo fails if it traces a function that has such a module.
+@untraced
 def _note_change(module: nn.Module, name: str, value: Any) -> None:
     if module in _watched:
         _C.note_module_change()
