@@ -162,6 +162,14 @@ def the_root_before_its_layers() -> None:
         fully_shard(model[0])
 
 
+def layers_that_share_a_submodule() -> None:
+    shared = nn.Linear(4, 4)
+    layers = [nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)]
+    fully_shard(layers[0])
+    with raises(ValueError, r"'1\.weight' is in the unit of Sequential", r"fully_shard\(\[a, b"):
+        fully_shard(layers[1])
+
+
 def parameters_without_memory() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -338,6 +346,7 @@ def a_forward_before_the_roots() -> None:
         modules,
         one_parameter_in_two_units,
         the_root_before_its_layers,
+        layers_that_share_a_submodule,
         parameters_without_memory,
         an_optimizer_made_before,
         a_shape_changed_since,

@@ -41,7 +41,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
     if unit is not None:
         raise ValueError(
             f"parameter '{name}' is in the unit of {unit} already. Call fully_shard on the layers "
-            "first and on the whole model last."
+            "first and on the whole model last. Put modules that share a submodule into one unit: "
+            "fully_shard([a, b])."
         )
     if isinstance(param, UninitializedParameter):
         raise ValueError(
