@@ -37,6 +37,13 @@ void call_post_accumulate_hooks(const py::object& parameter) {
   });
 }
 
+// Whether users' hooks are on a parameter. swap_tensors (module.to()) leaves them on the object,
+// but takes them from the tensor.
+bool has_post_accumulate_hooks(const py::object& parameter) {
+  const auto* const variable = reinterpret_cast<const THPVariable*>(parameter.ptr());
+  return variable->post_accumulate_grad_hooks != nullptr;
+}
+
 // Whether a storage can raise a message of its own when its data is accessed, and stop doing so.
 // torch 2.11 and older cannot.
 template <typename Storage, typename = void>
@@ -416,9 +423,10 @@ void TorchUnit::run_post_accumulate_hooks() {
       continue;
     }
     got_gradient_[i] = 0;
-    if (torch::autograd::impl::post_acc_grad_hooks(parameters_.gradient_owner(i)) != nullptr) {
-      call_post_accumulate_hooks(parameters_.has_flat() ? parameters_.flat_object()
-                                                        : parameters_.trained(i).sharded);
+    const py::object& owner =
+        parameters_.has_flat() ? parameters_.flat_object() : parameters_.trained(i).sharded;
+    if (has_post_accumulate_hooks(owner)) {
+      call_post_accumulate_hooks(owner);
     }
   }
 }

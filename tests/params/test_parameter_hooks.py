@@ -59,6 +59,23 @@ def test_values_that_post_accumulate_hooks_return_are_ignored() -> None:
     run_ranks(_hooks, 2)
 
 
+def _hooks_after_conversions() -> None:
+    for system in ("fsdp2", SYSTEM):
+        model = nn.Linear(4, 4)
+        load_system(system).fully_shard(model)
+        called = []
+        model.weight.register_post_accumulate_grad_hook(called.append)
+        for step in range(4):
+            model.to(torch.float32)
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+            assert len(called) == step + 1, system
+
+
+def test_post_accumulate_hooks_stay_after_conversions_of_the_module() -> None:
+    run_ranks(_hooks_after_conversions, 2)
+
+
 class OneOrTwo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
