@@ -22,7 +22,17 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+using CompiledArguments = torch::dynamo::autograd::CompiledNodeArgs;
 using NodePtr = decltype(torch::autograd::Edge::function);
+
+// Compiled autograd traces hooks of Python only.
+[[noreturn]] void refuse_compiled_autograd() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "Compiled autograd got a model that fsdp_ext shards, whose hooks in backward it cannot "
+      "trace. Leave torch._dynamo.config.compiled_autograd off. torch.compile of blocks works "
+      "without it.");
+}
 
 // Nodes without saved tensors may run again after a backward that did not keep the graph.
 struct KeptUnit {
@@ -45,6 +55,10 @@ struct PreBackwardHook final : torch::autograd::FunctionPreHook {
     return gradients;
   }
 
+  void compiled_args(CompiledArguments& /*arguments*/) const override {
+    refuse_compiled_autograd();
+  }
+
   KeptUnit kept;
   CallId call;
   const Node* node;   // that owns this
@@ -61,6 +75,10 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     }
   }
 
+  void compiled_args(CompiledArguments& /*arguments*/) const override {
+    refuse_compiled_autograd();
+  }
+
   std::weak_ptr<TorchUnit> unit;
   std::size_t trainable;
 };
@@ -69,6 +87,10 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
 struct InputNode : Node {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   std::string name() const override { return "FsdpInput"; }
+
+  void compiled_args(CompiledArguments& /*arguments*/) const override {
+    refuse_compiled_autograd();
+  }
 };
 
 struct PostBackwardNode final : InputNode {
@@ -99,6 +121,10 @@ struct MovedHook final : torch::autograd::FunctionPreHook {
     variable_list result = gradients;
     result.at(index) = (*hook)({gradients.at(index)}).at(0);
     return result;
+  }
+
+  void compiled_args(CompiledArguments& /*arguments*/) const override {
+    refuse_compiled_autograd();
   }
 
   std::unique_ptr<FunctionPreHook> hook;

@@ -131,3 +131,23 @@ def _compiled_autograd() -> None:
 
 def test_compiled_autograd_of_unsharded_models_works_beside_sharded_ones() -> None:
     run_ranks(_compiled_autograd, 1, fresh=True)
+
+
+def _compiled_autograd_of_units() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model)
+
+    def step() -> None:
+        model(torch.ones(2, 2)).sum().backward()
+
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(NotImplementedError, match="Compiled autograd got a model that fsdp_ext"),
+    ):
+        torch.compile(step, backend="eager")()
+    step()
+    assert model[0].weight.grad is not None
+
+
+def test_compiled_autograd_of_sharded_models_is_refused() -> None:
+    run_ranks(_compiled_autograd_of_units, 1, fresh=True)
