@@ -24,6 +24,13 @@ namespace {
 const std::string kBeginForward = "FSDP::root_pre_forward";
 const std::string kEndBackward = "FSDP::root_post_backward_callback";
 
+constexpr const char* kChangedBeforeBackward =
+    "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward again, "
+    "before the backward of an earlier forward. Run that backward first.";
+constexpr const char* kStillChanged =
+    "Parameters were frozen or unfrozen after a forward, and still are at its backward. Set "
+    "requires_grad back before that backward, or run the backward first.";
+
 void warn_of_lost_gradients() {
   if (PyErr_WarnEx(PyExc_UserWarning,
                    "A backward ended in an exception, so the gradients that earlier backwards "
@@ -118,8 +125,14 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   // A frozen parameter stays trainable while its unit awaits a reduction. recover() drops that
   // reduction, so the settings are compared after it.
   recover();
-  if (seen_module_changes_ != module_changes() || has_gradient_setting_changed()) {
+  if (seen_module_changes_ != module_changes() || needs_new_units()) {
     return false;
+  }
+  if (!at::GradMode::is_enabled()) {
+    had_other_settings_ =
+        had_other_settings_ || has_gradient_setting_changed(/*accepts_frozen=*/false);
+  } else if (had_other_settings_) {
+    settle_gradient_settings();
   }
   for (const auto& other : units_) {
     other->forward().reset_pending();
@@ -144,11 +157,20 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   return true;
 }
 
-bool TorchRoot::has_gradient_setting_changed() const {
-  return std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
-    return unit->has_gradient_setting_changed(
-        pipeline_ != nullptr && pipeline_->unit(unit->number()).gradients.awaits_reduction());
+bool TorchRoot::has_gradient_setting_changed(bool accepts_frozen) const {
+  return std::any_of(units_.begin(), units_.end(), [&](const auto& unit) {
+    const bool awaits_reduction = accepts_frozen && pipeline_ != nullptr &&
+                                  pipeline_->unit(unit->number()).gradients.awaits_reduction();
+    return unit->has_gradient_setting_changed(awaits_reduction);
   });
+}
+
+bool TorchRoot::needs_new_units() const {
+  const bool may_wait = awaited_backwards_ > 0 && !at::GradMode::is_enabled() &&
+                        std::none_of(units_.begin(), units_.end(), [](const auto& unit) {
+                          return unit->parameters().has_flat();
+                        });
+  return !may_wait && has_gradient_setting_changed(/*accepts_frozen=*/true);
 }
 
 void TorchRoot::leave_forward(py::handle output) {
@@ -156,6 +178,7 @@ void TorchRoot::leave_forward(py::handle output) {
     unit->forward().end_incomplete(*this, output);
   }
   passes().leave_forward();
+  awaited_backwards_ += at::GradMode::is_enabled() ? 1 : 0;
   const py::gil_scoped_release no_gil;
   pipeline_->end_forward(at::GradMode::is_enabled());
   leave_if_idle();
@@ -201,9 +224,7 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
 }
 
 void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
-  FSDP_CHECK(pipeline_ != nullptr,
-             "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
-             "again, before the backward of an earlier forward. Run that backward first.");
+  FSDP_CHECK(pipeline_ != nullptr, kChangedBeforeBackward);
   owner_.enter(RootOwner::Use::Backward);
   try {
     if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
@@ -219,6 +240,11 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
 }
 
 void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
+  // An evaluation may itself run a backward, for gradients of its inputs.
+  if (had_other_settings_ && !passes().in_forward()) {
+    settle_gradient_settings();
+  }
+  awaited_backwards_ = std::max(0, awaited_backwards_ - 1);
   if (before_backward_) {
     with_python([this] {
       const py::object method = before_backward_();
@@ -235,6 +261,20 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
     guard->root->end_backward();
     guard->ended = true;
+  });
+}
+
+void TorchRoot::settle_gradient_settings() {
+  align_gradient_settings();
+  FSDP_CHECK(!has_gradient_setting_changed(/*accepts_frozen=*/true), kStillChanged);
+  had_other_settings_ = false;
+}
+
+void TorchRoot::align_gradient_settings() {
+  with_python([this] {
+    for (const auto& unit : units_) {
+      unit->parameters().align_gradient_settings();
+    }
   });
 }
 
@@ -410,6 +450,9 @@ void TorchRoot::set_before_backward(py::object method) {
 void TorchRoot::unshard(int unit) {
   if (passes().has_failed()) {
     recover();
+  }
+  if (had_other_settings_) {
+    align_gradient_settings();  // the user sees the unsharded parameters
   }
   const py::gil_scoped_release no_gil;
   pipeline_->unshard(unit);

@@ -1,4 +1,12 @@
 // The units under one root module and the schedule that they share.
+//
+// Note [frozen for an evaluation]
+// A user may freeze parameters, run an evaluation, and unfreeze them, all between a forward and its
+// backward: peft does so for a reference model. Freezing needs new units, and the pending backward
+// needs the old ones. So evaluations run with the old units while a backward is awaited, unless
+// there are flat parameters, whose settings include their memory. If settings still differ, that
+// backward raises. Otherwise the unsharded parameters, which autograd has recorded, get the
+// settings of the sharded ones again.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -22,7 +30,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to a method of Python's root: calling it returns the method,
   // or None if the root is gone. `replicas` is as in Pipeline. Forward calls that method instead of
-  // a unit's pre_forward if parameters were frozen or unfrozen, or modules have changed. `checks`
+  // a unit's pre_forward if needs_new_units(), or if modules have changed. `checks`
   // is null if no step is checked.
   TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, PipelineOptions options,
             pybind11::object when_stale, std::shared_ptr<StepChecks> checks);
@@ -59,7 +67,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Every backward hook calls this first. `node` is behind the output that backward has reached.
   void ensure_backward(const torch::autograd::Node* node = nullptr);
   GraphCalls& graph_calls() { return graph_calls_; }
-  bool has_gradient_setting_changed() const;
+  // Whether a forward that begins now needs new units, because parameters were frozen or unfrozen.
+  bool needs_new_units() const;
   // Python has checked the current modules.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
@@ -83,6 +92,11 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
+  // Whether settings differ from those that the units were made with. Those of a unit that awaits a
+  // reduction may, if `accepts_frozen`: Note [frozen while gradients accumulate].
+  bool has_gradient_setting_changed(bool accepts_frozen) const;
+  void align_gradient_settings();
+  void settle_gradient_settings();
   void begin_engine_backward(const torch::autograd::Node* node);
   void begin_backward(bool may_reshard, const BackwardGraph& graph);
   void end_backward();
@@ -103,6 +117,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   HeldObject when_stale_;
   HeldObject before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
+  int awaited_backwards_ = 0;  // of forwards that autograd has recorded with these units
+  // An evaluation has run with other settings than the units': Note [frozen for an evaluation].
+  bool had_other_settings_ = false;
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step
   int backward_task_ = -1;              // autograd's number of the backward that runs

@@ -144,6 +144,16 @@ void UnitParameters::take_gradient_settings() {
   }
 }
 
+void UnitParameters::align_gradient_settings() {
+  carry_gradient_settings();
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    if (!all_[i].sharded.is_none() && all_[i].unsharded.defined()) {
+      all_[i].requires_grad = sharded(i).requires_grad();
+      all_[i].unsharded.set_requires_grad(all_[i].requires_grad);
+    }
+  }
+}
+
 // See Note [frozen while gradients accumulate].
 bool UnitParameters::has_gradient_setting_changed(bool awaits_reduction,
                                                   const at::Tensor& flat_shard) const {

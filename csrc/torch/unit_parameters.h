@@ -84,8 +84,11 @@ class UnitParameters {
   // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
   // versa.
   void carry_gradient_settings();
+  // The same, and then gives all unsharded parameters the settings of the sharded ones.
+  void align_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
-  // flat parameter was given other memory than `flat_shard`, so that the unit has to be made anew.
+  // flat parameter was given other memory than `flat_shard`, so that the next forward
+  // that autograd records needs a new unit.
   bool has_gradient_setting_changed(bool awaits_reduction, const at::Tensor& flat_shard) const;
 
  private:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import FullyShardedDataParallel, fully_shard
@@ -143,6 +146,150 @@ def _frozen_between() -> None:
 
 def test_a_backward_from_before_freezing_is_refused() -> None:
     run_ranks(_frozen_between, 2)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that can be turned off, as peft's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.adapter = nn.Linear(6, 6, bias=False)
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + (self.adapter(x) if self.is_on else 0)
+
+    def turn(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self.adapter.requires_grad_(is_on)
+
+
+def _train_beside_the_model_without_adapter(shard: Any, **settings: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), nn.Tanh(), Adapted())
+    for layer in model:
+        shard(layer, **settings)
+    shard(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        x = torch.linspace(step, 1, 24).view(4, 6)
+        y = model(x)
+        model[0].turn(False)
+        model[2].turn(False)
+        with torch.no_grad():
+            references = [model(x), model(-x)]
+        model[0].turn(True)
+        model[2].turn(True)
+        loss = (y - references[0] - references[1] - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class Hidden(nn.Linear):
+    """Hides its output from the unit, which then stays unsharded until backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(output=super().forward(x))
+
+
+class FirstAndLast(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        result: Tensor = self.last(getattr(y, "output", y))
+        return result
+
+
+def _freezing_changes_nothing_for_units_that_stay_unsharded() -> None:
+    def gradients(kind: str, *, freezes: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        kinds = {"embedding": nn.Embedding(9, 6), "hidden": Hidden(6, 6)}
+        model = FirstAndLast(kinds.get(kind, nn.Linear(6, 6)))
+        first: Any = model.first
+        fully_shard(first, bucket_bytes=0, reshard_after_forward=kind != "held")
+        fully_shard(model)
+        if kind == "embedding":
+            first.set_unshard_in_backward(False)
+        if kind == "held":
+            first.unshard()
+        x = torch.arange(4) if kind == "embedding" else torch.linspace(0, 1, 24).view(4, 6)
+        losses = [model(x).square().sum(), model(x).sum(), model(x).sum()]
+        for loss in losses:
+            model.set_requires_gradient_sync(loss is not losses[0])
+            first.requires_grad_(not freezes)
+            with torch.no_grad():
+                model(x)
+            first.requires_grad_(True)
+            loss.backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    warnings.filterwarnings("ignore", "unit .* returned a SimpleNamespace")
+    for kind in ("embedding", "hidden", "held", "plain"):
+        found, expected = (gradients(kind, freezes=freezes) for freezes in (True, False))
+        assert all(map(torch.equal, found, expected)), kind
+
+
+def _unfreezing_for_an_evaluation_leaves_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    fully_shard(model)
+    for step in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        model[1].requires_grad_(True)  # of the root, which is unsharded after forward
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model[1].requires_grad_(False)
+        if step < 2:
+            loss.backward()
+    model.unshard()
+    assert [param.requires_grad for param in model.parameters()] == [True, True, False, False]
+    model.reshard()
+    model(torch.ones(2, 4)).sum().backward()
+    model.unshard()
+    model[1].requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def _frozen_under_a_checkpoint_of_the_model() -> None:
+    model = make_model()
+    x = torch.ones(4, 6, requires_grad=True)
+    for step in range(4):
+        model[0].requires_grad_(step % 2 == 0)
+        checkpoint(model, x, use_reentrant=True).sum().backward()
+        found = [param.grad is not None for param in model.parameters()]
+        assert found == [step % 2 == 0] * 2 + [True] * 2, step
+        model.zero_grad()
+
+
+def _frozen_for_an_evaluation() -> None:
+    for settings in ({}, {"reshard_after_forward": False}):
+        expected = _train_beside_the_model_without_adapter(torchs_fully_shard, **settings)
+        found = _train_beside_the_model_without_adapter(fully_shard, **settings)
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+    _freezing_changes_nothing_for_units_that_stay_unsharded()
+    _unfreezing_for_an_evaluation_leaves_nothing()
+    _frozen_under_a_checkpoint_of_the_model()
+    model = make_model()
+    loss = model(torch.ones(4, 6)).sum()
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model(torch.ones(4, 6))
+    with pytest.raises(RuntimeError, match="Set requires_grad back before that backward"):
+        loss.backward()
+    model(torch.ones(4, 6)).sum().backward()
+    assert [param.grad is not None for param in model.parameters()] == [False] * 2 + [True] * 2
+
+
+def test_parameters_may_be_frozen_for_an_evaluation_before_backward() -> None:
+    run_ranks(_frozen_for_an_evaluation, 2)
 
 
 def _sharded_later() -> None:

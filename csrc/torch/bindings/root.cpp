@@ -205,7 +205,7 @@ void register_lifecycle(RootClass& bound) {
       .def("recover", as_owner(&TorchRoot::recover))
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
-      .def("has_gradient_setting_changed", &TorchRoot::has_gradient_setting_changed)
+      .def("needs_new_units", &TorchRoot::needs_new_units)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)
       .def("abandon_forward",

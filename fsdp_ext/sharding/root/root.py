@@ -233,7 +233,7 @@ class Root(UnitTree):
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.impl.has_gradient_setting_changed() or self._has_other_parameters():
+        if self.impl.needs_new_units() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, or given an optimizer, perhaps in another model
             check_parameters(self.module, self.units)
