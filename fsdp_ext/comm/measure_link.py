@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -139,6 +140,8 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; pass at least 1")
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        parser.error(f"--out is in a directory that does not exist: {args.out}; make it first")
     if "RANK" not in os.environ:
         if args.ranks < 2:
             parser.error(f"--ranks is {args.ranks}; pass at least 2")

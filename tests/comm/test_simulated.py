@@ -378,6 +378,7 @@ def test_the_command_line_says_what_it_expects(
     assert "unknown command: measure" in fails("measure")
     assert "--ranks is 1; pass at least 2" in fails("measure-link", "--ranks", "1")
     assert "--repeats is 0; pass at least 1" in fails("measure-link", "--repeats", "0")
+    assert "that does not exist: /nope/link" in fails("measure-link", "--out", "/nope/link")
 
 
 def test_names_are_the_packages() -> None:
