@@ -126,7 +126,7 @@ def _add_options(add: Callable[..., object]) -> None:
     )
     rate = {"type": float, "metavar": "X"}
     add("--flops-per-second", **rate, help="how fast a rank computes; with --batch")
-    share = "share of a collective's time that compute beside it loses, 0 to 1"
+    share = "seconds of compute that are lost per second of communication beside it"
     add("--contention", type=float, default=0.0, metavar="C", help=share)
     add("--memory-limit", **nbytes, help="memory of each rank, such as 80GB")
     add("--json", type=Path, metavar="FILE", help="write the plan to this file, too")

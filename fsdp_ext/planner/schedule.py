@@ -156,10 +156,11 @@ def predict(
             depends on the number of ranks, pass ``link.over(world_size)``.
         depth: how many gathers are issued ahead of the stage in use.
         slots: slots of the ring; ``depth + 1`` by default.
-        contention: share of its time that compute loses while a lane works, 0 to 1. It is 0 if
-            communication takes nothing from compute, as with copy engines. If the core that
-            computes also communicates, as with shared memory or gloo and one core per rank,
-            ``python -m bench predict`` fits 0.2 to 0.9.
+        contention: seconds of compute that are lost per second in which a lane works, 0 or more.
+            From 1 on, compute stands still meanwhile. It is 0 if communication takes nothing from
+            compute, as with copy engines. If the core that computes also communicates, as with
+            shared memory or gloo and one core per rank, ``python -m bench predict`` fits 0.2 to
+            0.9.
         packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
             a GPU (Note [packing ahead] in csrc/core/reduce/reducer.h). All of them count as
             packing.
