@@ -192,6 +192,12 @@ def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:
             f"{file.path} has '{name}' of shape {part.whole}, and the model has shape "
             f"{tuple(value.shape)}. Load it into the model that it was saved from."
         )
+    strides = () if isinstance(value, DTensor) else value.stride()
+    if any(step == 0 and length > 1 for step, length in zip(strides, value.shape, strict=False)):
+        raise ValueError(
+            f"the model's '{name}' is an expanded tensor, whose elements share memory, so values "
+            "cannot be loaded into it. Replace it with its clone()."
+        )
     if part.dtype.is_floating_point != value.dtype.is_floating_point:
         raise ValueError(
             f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype}. Quantized "

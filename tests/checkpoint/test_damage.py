@@ -234,6 +234,10 @@ def test_models_with_other_names_and_shapes(saved: Path) -> None:
         checkpoint.load(saved, less)
     with pytest.raises(ValueError, match=r"has 'first\.\w+' of shape \(5.*, and the model has"):
         checkpoint.load(saved, Net(7))
+    expanded = Net()
+    expanded.first.bias = nn.Parameter(torch.zeros(1).expand(expanded.first.bias.shape))
+    with pytest.raises(ValueError, match=r"'first\.bias' is an expanded tensor.* its clone\(\)"):
+        checkpoint.load(saved, expanded)
     with pytest.raises(ValueError, match="got an optimizer whose group 0 has parameters that are"):
         checkpoint.load(saved, Net(), optimizer)
     expected = torch.load(_as_torch(saved), weights_only=True)
@@ -296,7 +300,7 @@ def test_optimizers_whose_state_belongs_to_no_parameter(tmp_path: Path) -> None:
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     model, _ = made()
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=r"is a file\. Pass a directory for checkpoints"):
+    with pytest.raises(NotADirectoryError, match=r"is a file\. Pass a directory\."):
         checkpoint.save(tmp_path / "file", model)
     (tmp_path / "link").symlink_to("gone")
     with pytest.raises(NotADirectoryError, match="link is a link to nothing"):
