@@ -23,8 +23,6 @@ def run(command: str, arguments: Sequence[str]) -> int:
     """Run a command; return 0, or 1 after an error."""
     args = _parser(command).parse_args(arguments)
     try:
-        if command in ("convert", "export") and args.target.exists() and not args.target.is_dir():
-            raise NotADirectoryError(f"{args.target} is a file. Choose a directory.")
         print(_RUN[command](args))
     except (OSError, ValueError, TypeError) as error:
         print(f"fsdp_ext {command}: {error}", file=sys.stderr)
@@ -75,9 +73,11 @@ def _inspect(args: argparse.Namespace) -> str:
 def _convert(args: argparse.Namespace) -> str:
     if (args.source / ".metadata").exists():
         return str(dcp.from_dcp(args.source, args.target))
-    if args.target.exists() and any(args.target.iterdir()):
+    source = directories.locate(args.source)
+    directories.make(args.target)
+    if any(args.target.iterdir()):
         raise FileExistsError(f"{args.target} is not empty. Choose a new directory.")
-    dcp.to_dcp(directories.locate(args.source), args.target)
+    dcp.to_dcp(source, args.target)
     return str(args.target)
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.directory import make
 from fsdp_ext.checkpoint.gathering import cut, gathered
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
@@ -111,7 +112,7 @@ def write_files(
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
         if ranks.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
+            make(directory)
             _remove(directory, f"model*.safetensors{_PARTIAL}", f"config{_PARTIAL}")
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)

@@ -39,8 +39,14 @@ def import_files(source: Path, directory: Path) -> Path:
 
     Returns:
         the new checkpoint.
+
+    Raises:
+        ValueError: if the files have no tensors, or are damaged.
     """
-    weights = content_of_weights(stored(open_files(source)), {}, ())
+    files = open_files(source)
+    if not files:
+        raise ValueError(f"the files in {source} have no tensors. Pass the directory of a model.")
+    weights = content_of_weights(stored(files), {}, ())
     return write_checkpoint(directory, {"weights": weights})
 
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -312,7 +313,10 @@ class TensorFile:
     ) -> None:
         self.path = path
         with self:
-            self._size = os.fstat(self._file).st_size
+            found = os.fstat(self._file)
+            if not stat.S_ISREG(found.st_mode):
+                self._fail("is not a file")
+            self._size = found.st_size
             if size is not None and self._size != size:
                 self._fail(f"has {self._size} bytes, and {size} were written")
             self.parts, self.tree = self._read_header(header_checksum)

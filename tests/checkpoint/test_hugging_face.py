@@ -358,6 +358,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         FileNotFoundError,
         rf".* says that 'blocks\..*' is in {SECOND}, and there is no such file\.",
     ),
+    "a directory in place of a file": (
+        lambda d: ((d / FIRST).unlink(), (d / FIRST).mkdir()),
+        ValueError,
+        rf"{FIRST} is not a file",
+    ),
     "a tensor missing": (
         lambda d: changed(d / INDEX, lambda places: places.pop("stem.bias")),
         ValueError,

@@ -127,8 +127,17 @@ def test_a_target_that_is_a_file_is_refused(
     target = tmp_path / "file"
     target.write_text("kept")
     assert main([command, str(place / "ours"), str(target)]) == 1
-    assert f"{target} is a file. Choose a directory." in capsys.readouterr().err
+    assert f"{target} is a file. Pass a directory." in capsys.readouterr().err
     assert target.read_text() == "kept"
+
+
+def test_files_without_tensors_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert main(["import", str(tmp_path), str(tmp_path / "made")]) == 1
+    assert f"the files in {tmp_path} have no tensors." in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
