@@ -45,7 +45,7 @@ def trace_of(recording: Recording, beside: dict[str, Any] | None = None) -> dict
     """
     events: list[dict[str, Any]] = []
     begin = min(iteration.begin for of_rank in recording.ranks.values() for iteration in of_rank)
-    # The time of 0 microseconds, and the number of rank 0's process.
+    # When the clock of the events is at 0, and the number of rank 0's process.
     start, first = begin, 0
     if beside is not None:
         pids = [event["pid"] for event in beside["traceEvents"] if event.get("ph") == "X"]
@@ -168,6 +168,6 @@ def _refusal(path: Path, why: str) -> str:
 
 
 def _start_of(document: dict[str, Any], recording: Recording) -> float:
-    """Return the time of 0 microseconds of its events, in seconds of ``time.monotonic()``."""
+    """Return when the clock of its events was at 0, in seconds of ``time.monotonic()``."""
     seconds: float = (document["baseTimeNanoseconds"] - recording.wall_clock) / 1e9
     return seconds
