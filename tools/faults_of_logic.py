@@ -437,6 +437,20 @@ FAULTS = (
         python=("parameter_hooks", "fsdp1_optimizer_in_backward"),
     ),
     Fault(
+        "parameters stay frozen after an evaluation that froze them",
+        f"{TORCH}/torch_root.cpp",
+        "unit->parameters().align_gradient_settings();",
+        python=("model_lifetime",),
+    ),
+    Fault(
+        "backward does not see that parameters are still frozen",
+        f"{TORCH}/torch_root.cpp",
+        "!has_gradient_setting_changed(/*accepts_frozen=*/true)",
+        "true",
+        within="FSDP_CHECK(!has_gradient_setting_changed(/*accepts_frozen=*/true), kStillChanged);",
+        python=("model_lifetime",),
+    ),
+    Fault(
         "a gradient that was put aside for a shown one is lost",
         f"{TORCH}/shown_gradients.cpp",
         "parameters_.gradient_owner(i).mutable_grad() = shown.put_aside;",
@@ -688,7 +702,7 @@ FAULTS = (
     ),
     Fault(
         "the norm is reduced over one dimension of the mesh",
-        f"{OPTIM}/clip.py",
+        f"{OPTIM}/norms.py",
         "ranks.groups",
         "ranks.groups[:1]",
         within="for group in ranks.groups:",
@@ -696,7 +710,7 @@ FAULTS = (
     ),
     Fault(
         "the largest gradients of all ranks are added up",
-        f"{OPTIM}/clip.py",
+        f"{OPTIM}/norms.py",
         "dist.ReduceOp.MAX",
         "dist.ReduceOp.SUM",
         python=("flat_optimizers", "optimizers"),
@@ -714,6 +728,13 @@ FAULTS = (
         "hook()",
         within="            hook()\n",
         python=("async_save", "attached_optimizers"),
+    ),
+    Fault(
+        "clipping in backward scales by the norm of another step",
+        f"{OPTIM}/clip_in_backward.py",
+        "multiply(every, self._scale.to)",
+        "None",
+        python=("attached_optimizers",),
     ),
     Fault(
         "results of matrices of an earlier round are lost",
