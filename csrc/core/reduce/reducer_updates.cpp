@@ -72,7 +72,7 @@ void Reducer::finish_updates(std::size_t most) {
         reduction.reduced_->synchronize(device_.timeout(), reduction.label);
       }
       run_updates(bucket, bucket.units, nullptr, /*is_end=*/false);
-    } else if (may_lend_ && !device_.is_capturing()) {
+    } else if (may_lend_) {
       if (reduction.is_pending_) {
         const Timed timed(ledger_, device_.compute_stream(), Work::WaitForReduction,
                           bucket.numbers());
@@ -85,6 +85,8 @@ void Reducer::finish_updates(std::size_t most) {
   }
 }
 
+// Also if this backward is not the last, the compute stream waits for all updates. Once a graph has
+// captured a step, Pipeline::end_backward does that.
 void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
   finish_updates(/*most=*/0);
   for (const auto& unit : units) {
@@ -100,6 +102,9 @@ void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
       reduction.is_pending_ = true;
     }
     run_updates(bucket, {unit.get()}, stream, /*is_end=*/true);
+    if (stream != nullptr) {
+      wait_for_reduction(bucket);
+    }
   }
 }
 
