@@ -22,17 +22,19 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-using CompiledArguments = torch::dynamo::autograd::CompiledNodeArgs;
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-// Compiled autograd traces hooks of Python only.
-[[noreturn]] void refuse_compiled_autograd() {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false,
-      "Compiled autograd got a model that fsdp_ext shards, whose hooks in backward it cannot "
-      "trace. Leave torch._dynamo.config.compiled_autograd off. torch.compile of blocks works "
-      "without it.");
-}
+// A hook or a node that compiled autograd refuses, because it traces only those of Python.
+template <typename Base>
+struct NotCompiled : Base {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*arguments*/) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "Compiled autograd got a model that fsdp_ext shards, whose hooks in backward it cannot "
+        "trace. Leave torch._dynamo.config.compiled_autograd off. torch.compile of blocks works "
+        "without it.");
+  }
+};
 
 // Nodes without saved tensors may run again after a backward that did not keep the graph.
 struct KeptUnit {
@@ -41,7 +43,7 @@ struct KeptUnit {
   std::shared_ptr<TorchUnit> owner;
 };
 
-struct PreBackwardHook final : torch::autograd::FunctionPreHook {
+struct PreBackwardHook final : NotCompiled<torch::autograd::FunctionPreHook> {
   PreBackwardHook(std::shared_ptr<TorchUnit> unit, CallId call, const Node* node, GraphCalls* calls)
       : kept(std::move(unit)), call(call), node(node), calls(calls) {}
 
@@ -55,17 +57,13 @@ struct PreBackwardHook final : torch::autograd::FunctionPreHook {
     return gradients;
   }
 
-  void compiled_args(CompiledArguments& /*arguments*/) const override {
-    refuse_compiled_autograd();
-  }
-
   KeptUnit kept;
   CallId call;
   const Node* node;   // that owns this
   GraphCalls* calls;  // may be null; lives as long as the unit
 };
 
-struct GradientHook final : torch::autograd::PostAccumulateGradHook {
+struct GradientHook final : NotCompiled<torch::autograd::PostAccumulateGradHook> {
   GradientHook(std::weak_ptr<TorchUnit> unit, std::size_t trainable)
       : unit(std::move(unit)), trainable(trainable) {}
 
@@ -75,22 +73,14 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     }
   }
 
-  void compiled_args(CompiledArguments& /*arguments*/) const override {
-    refuse_compiled_autograd();
-  }
-
   std::weak_ptr<TorchUnit> unit;
   std::size_t trainable;
 };
 
 // Each input has a node of its own, because PyTorch needs a view to be the first output of a node.
-struct InputNode : Node {
+struct InputNode : NotCompiled<Node> {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   std::string name() const override { return "FsdpInput"; }
-
-  void compiled_args(CompiledArguments& /*arguments*/) const override {
-    refuse_compiled_autograd();
-  }
 };
 
 struct PostBackwardNode final : InputNode {
@@ -113,8 +103,8 @@ struct PostBackwardNode final : InputNode {
 };
 
 // A hook that was registered on a node's only gradient.
-struct MovedHook final : torch::autograd::FunctionPreHook {
-  MovedHook(std::unique_ptr<FunctionPreHook> hook, std::size_t index)
+struct MovedHook final : NotCompiled<torch::autograd::FunctionPreHook> {
+  MovedHook(std::unique_ptr<torch::autograd::FunctionPreHook> hook, std::size_t index)
       : hook(std::move(hook)), index(index) {}
 
   variable_list operator()(const variable_list& gradients) override {
@@ -123,11 +113,7 @@ struct MovedHook final : torch::autograd::FunctionPreHook {
     return result;
   }
 
-  void compiled_args(CompiledArguments& /*arguments*/) const override {
-    refuse_compiled_autograd();
-  }
-
-  std::unique_ptr<FunctionPreHook> hook;
+  std::unique_ptr<torch::autograd::FunctionPreHook> hook;
   std::size_t index;
 };
 
