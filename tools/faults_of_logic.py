@@ -447,7 +447,6 @@ FAULTS = (
         f"{TORCH}/torch_root.cpp",
         "!has_gradient_setting_changed(/*accepts_frozen=*/true)",
         "true",
-        within="FSDP_CHECK(!has_gradient_setting_changed(/*accepts_frozen=*/true), kStillChanged);",
         python=("model_lifetime",),
     ),
     Fault(

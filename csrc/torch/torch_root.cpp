@@ -24,13 +24,6 @@ namespace {
 const std::string kBeginForward = "FSDP::root_pre_forward";
 const std::string kEndBackward = "FSDP::root_post_backward_callback";
 
-constexpr const char* kChangedBeforeBackward =
-    "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward again, "
-    "before the backward of an earlier forward. Run that backward first.";
-constexpr const char* kStillChanged =
-    "Parameters were frozen or unfrozen after a forward, and still are at its backward. Set "
-    "requires_grad back before that backward, or run the backward first.";
-
 void warn_of_lost_gradients() {
   if (PyErr_WarnEx(PyExc_UserWarning,
                    "A backward ended in an exception, so the gradients that earlier backwards "
@@ -224,7 +217,9 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
 }
 
 void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
-  FSDP_CHECK(pipeline_ != nullptr, kChangedBeforeBackward);
+  FSDP_CHECK(pipeline_ != nullptr,
+             "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
+             "again, before the backward of an earlier forward. Run that backward first.");
   owner_.enter(RootOwner::Use::Backward);
   try {
     if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
@@ -266,7 +261,10 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
 
 void TorchRoot::settle_gradient_settings() {
   align_gradient_settings();
-  FSDP_CHECK(!has_gradient_setting_changed(/*accepts_frozen=*/true), kStillChanged);
+  FSDP_CHECK(
+      !has_gradient_setting_changed(/*accepts_frozen=*/true),
+      "Parameters were frozen or unfrozen after a forward, and still are at its backward. Set "
+      "requires_grad back before that backward, or run the backward first.");
   had_other_settings_ = false;
 }
 

@@ -1,12 +1,13 @@
 // The units under one root module and the schedule that they share.
 //
-// Note [frozen for an evaluation]
-// A user may freeze parameters, run an evaluation, and unfreeze them, all between a forward and its
-// backward: peft does so for a reference model. Freezing needs new units, and the pending backward
-// needs the old ones. So evaluations run with the old units while a backward is awaited, unless
-// there are flat parameters, whose settings include their memory. If settings still differ, that
-// backward raises. Otherwise the unsharded parameters, which autograd has recorded, get the
-// settings of the sharded ones again.
+// Note [parameters frozen for an evaluation]
+// Between a forward and its backward, a user may freeze parameters, run an evaluation, and unfreeze
+// them. peft does so to run the model without its adapters. Frozen parameters need new units, but
+// the pending backward needs the old ones. So while a backward is pending, evaluations run with the
+// old units. When that backward begins, it raises if parameters are still frozen. Otherwise each
+// unsharded parameter, which autograd has recorded, gets requires_grad of its sharded one again.
+// Models with flat parameters get new units at once, because the memory of a flat parameter may
+// have changed, too.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -92,8 +93,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
-  // Whether settings differ from those that the units were made with. Those of a unit that awaits a
-  // reduction may, if `accepts_frozen`: Note [frozen while gradients accumulate].
+  // Whether a parameter was frozen or unfrozen since the units were made. With `accepts_frozen`,
+  // frozen parameters of units that await a reduction do not count: Note [frozen while gradients
+  // accumulate].
   bool has_gradient_setting_changed(bool accepts_frozen) const;
   void align_gradient_settings();
   void settle_gradient_settings();
@@ -118,7 +120,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   HeldObject before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
   int awaited_backwards_ = 0;  // of forwards that autograd has recorded with these units
-  // An evaluation has run with other settings than the units': Note [frozen for an evaluation].
+  // An evaluation has run while parameters were frozen or unfrozen, and no backward or training
+  // forward since: Note [parameters frozen for an evaluation].
   bool had_other_settings_ = false;
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step

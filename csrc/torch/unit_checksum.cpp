@@ -19,7 +19,8 @@ std::uint64_t UnitChecksum::shard_version() const {
   return root->pipeline().unit(unit_.number()).shard_version();
 }
 
-// Reading the numbers makes the host wait for the compute stream, which has waited for all lanes.
+// To read the numbers, the host waits for the compute stream, which has waited for all lanes
+// before.
 StepChecksum::Numbers UnitChecksum::end() {
   hash_parameters();  // of a unit that stays unsharded
   const std::unique_ptr<StepChecksum> look = std::move(sum_);
@@ -32,7 +33,10 @@ StepChecksum::Numbers UnitChecksum::end() {
           !is_written && shard != value_of(hash_of_shard()) ? 1 : 0};
 }
 
-void UnitChecksum::hash() {
+void UnitChecksum::hash_parameters() {
+  if (sum_ == nullptr) {
+    return;
+  }
   const auto root = unit_.root();
   if (root == nullptr || !root->pipeline().unit(unit_.number()).gather.is_unsharded()) {
     return;

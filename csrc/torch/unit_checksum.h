@@ -14,10 +14,10 @@ class TorchUnit;
 
 class UnitChecksum {
  public:
-  // The unit has this as a member.
+  // This is a member of `unit`.
   explicit UnitChecksum(TorchUnit& unit) : unit_(unit) {}
 
-  // Enclose a checked step.
+  // Call these at the beginning and at the end of a checked step.
   void begin();
   StepChecksum::Numbers end();
   // The step has ended in an exception.
@@ -25,14 +25,9 @@ class UnitChecksum {
 
   // Hashes the unsharded parameters in a checked step, the first time in each pass, because ranks
   // may differ in how often they gather a unit.
-  void hash_parameters() {
-    if (sum_ != nullptr) {
-      hash();
-    }
-  }
+  void hash_parameters();
 
  private:
-  void hash();
   at::Tensor hash_of_shard() const;
   std::uint64_t shard_version() const;  // with updates in backward
 

@@ -269,6 +269,24 @@ def _frozen_under_a_checkpoint_of_the_model() -> None:
         model.zero_grad()
 
 
+def _refused_evaluations() -> None:
+    """Raise for flat parameters, and in the second backward of one graph."""
+    flat = FullyShardedDataParallel(nn.Linear(6, 3), use_orig_params=False)
+    model = make_model()
+    for each, graph_is_kept in ((flat, False), (model, True)):
+        loss = each(torch.ones(4, 6)).sum()
+        if graph_is_kept:
+            loss.backward(retain_graph=True)
+        for is_trained in (False, True):
+            for param in each.parameters():
+                param.requires_grad_(is_trained)
+            if not is_trained:
+                with torch.no_grad():
+                    each(torch.ones(4, 6))
+        with pytest.raises(RuntimeError, match="Run that backward first"):
+            loss.backward()
+
+
 def _frozen_for_an_evaluation() -> None:
     for settings in ({}, {"reshard_after_forward": False}):
         expected = _train_beside_the_model_without_adapter(torchs_fully_shard, **settings)
@@ -277,6 +295,7 @@ def _frozen_for_an_evaluation() -> None:
     _freezing_changes_nothing_for_units_that_stay_unsharded()
     _unfreezing_for_an_evaluation_leaves_nothing()
     _frozen_under_a_checkpoint_of_the_model()
+    _refused_evaluations()
     model = make_model()
     loss = model(torch.ones(4, 6)).sum()
     model[0].requires_grad_(False)
