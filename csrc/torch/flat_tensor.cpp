@@ -80,8 +80,8 @@ at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::size_t offset,
   for (const std::int64_t size : shape) {
     bytes *= static_cast<std::size_t>(size);
   }
-  // An empty storage has a null address. With the address of the next part, torch.save would take
-  // the two for one storage, and refuse two dtypes.
+  // An empty part gets a null address. At the address of the next part, torch.save would take both
+  // for one storage, and would raise if their dtypes differ.
   c10::DataPtr memory = bytes == 0 ? c10::DataPtr(nullptr, flat.device())
                                    : data_ptr_of(at_byte(data_of(flat.storage()), offset),
                                                  owner_of(flat), flat.device());
@@ -107,9 +107,8 @@ void FlatTensor::move(std::shared_ptr<void> memory) {
   at::from_blob(memory.get(), flat_.sizes(), flat_.options()).copy_(flat_);
   if (flat_.is_cuda()) {
     // If the old memory was allocated for another stream, its allocator must not reuse it before
-    // the current stream has copied it. record_stream ensures this for PyTorch's own memory, but
-    // has no effect on memory that fsdp_ext has allocated. For that, Reducer::renew_gradients adds
-    // a wait.
+    // the current stream has copied it. For PyTorch's own memory, record_stream ensures this. For
+    // memory that fsdp_ext has allocated, Reducer::renew_gradients makes the other stream wait.
     flat_.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(flat_.device()));
   }
   set_memory(std::move(memory));

@@ -1,4 +1,4 @@
-// A unit's tensors, and the hooks that backward calls.
+// One unit's tensors, and what autograd's hooks do when backward reaches the unit.
 //
 // Note [one pointer swap]
 // The unsharded parameters are views of one storage for the life of the unit. attach() points that
@@ -93,7 +93,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
 
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // UnitParameters::has_gradient_setting_changed.
+  // See UnitParameters::has_gradient_setting_changed.
   bool has_gradient_setting_changed(bool awaits_reduction) const;
   // Returns the flat gradient for the user: ShardedGradients::share.
   at::Tensor share_flat_gradient();
@@ -181,7 +181,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   UnitChecksum checksum_;
   std::weak_ptr<TorchRoot> root_;
   std::string name_;
-  std::string pre_backward_range_;  // as in UnitForward
+  std::string pre_backward_range_;  // a range's name, as in UnitForward
   std::string post_backward_range_;
   std::string when_freed_;  // the error of reading an unsharded parameter while detached
   int number_ = -1;

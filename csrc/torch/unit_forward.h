@@ -40,10 +40,10 @@ struct ForwardCasts {
 
 class UnitForward {
  public:
-  // The unit has this as a member.
+  // This is a member of `unit`.
   UnitForward(TorchUnit& unit, ForwardCasts casts, std::size_t module_count);
 
-  // The unit has got its name.
+  // Names the ranges in profilers' timelines after the unit.
   void name_ranges(const std::string& unit);
   // From now on these hooks run those of `inner`, too: Note [units of one module].
   void enclose(std::shared_ptr<UnitForward> inner) { inner_ = std::move(inner); }
@@ -59,10 +59,10 @@ class UnitForward {
   at::Tensor begin_skip(const at::Tensor& tensor);
   void end_skip(std::size_t index, const at::Tensor& tensor);
 
-  // The outermost forward has returned `output`. If it has run only some modules of the group,
-  // nothing else ends the unit's forward.
+  // Ends the unit's forward if the outermost forward, which has returned `output`, has run only
+  // some of the unit's modules. Otherwise post_forward of the last module has ended it.
   void end_incomplete(TorchRoot& root, pybind11::handle output);
-  // Forgets which modules of a group forward has run.
+  // Forgets which of the unit's modules forward has run.
   void reset_pending();
 
  private:

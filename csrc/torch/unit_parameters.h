@@ -53,7 +53,7 @@ class UnitParameters {
   // The layout outlives the parameters.
   UnitParameters(const UnitLayout& layout, std::vector<UnitParameter> all);
   // `flat` is None, or the flat parameter, which has the gradient in place of the sharded ones.
-  // `attributes` are those of modules that refer to the parameters.
+  // `attributes` are the attributes of modules that hold these parameters.
   void bind(std::vector<BoundObjects> objects, pybind11::object flat,
             std::vector<ModuleAttribute> attributes);
 
@@ -79,7 +79,8 @@ class UnitParameters {
     return has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
   }
 
-  // See Note [registered parameters]. `unit` is for messages.
+  // Lets modules have the unsharded parameters, or the sharded ones: Note [registered parameters].
+  // `unit` is the unit's name, for messages.
   void show(bool unsharded, const std::string& unit);
   // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice
   // versa.
@@ -87,8 +88,8 @@ class UnitParameters {
   // The same, and then gives all unsharded parameters the settings of the sharded ones.
   void align_gradient_settings();
   // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
-  // flat parameter was given other memory than `flat_shard`, so that the next forward
-  // that autograd records needs a new unit.
+  // flat parameter has other memory than `flat_shard`. Then the next forward that autograd records
+  // needs a new unit.
   bool has_gradient_setting_changed(bool awaits_reduction, const at::Tensor& flat_shard) const;
 
  private:

@@ -36,9 +36,9 @@ from fsdp_ext.tuner.trial import WARMUP, Trial
 
 _CONTENTION = 0.5
 
-# The measured seconds, by what they were spent on. The key ("forward", 3) is the forward of unit 3,
-# ("backward", 3) its backward, and ("gather", 4096) a gather of 4,096 bytes. The root is unit 0,
-# and its forward includes the loss. ("gather copies", 0) has seconds per byte of a gather's copies.
+# Measured seconds. The keys ("forward", 3) and ("backward", 3) have those of unit 3, and
+# ("gather", 4096) those of a gather of 4,096 bytes. The root is unit 0, and its forward includes
+# the loss. ("gather copies", 0) has the seconds per byte that copies around gathers take.
 Seconds = dict[tuple[str, int], float]
 
 

@@ -121,7 +121,7 @@ class Trial:
 def left_as_it_was(model: nn.Module, units: list[Unit]) -> Iterator[None]:
     """At the end, restore torch's random state and the buffers, and reshard the units.
 
-    Forward may write buffers or assign them.
+    The model's forward may change buffers in place, or replace them.
     """
     devices = [] if units[0].device.type == "cpu" else [units[0].device]
     # If one of the calls raises, the stack still makes the others.

@@ -383,8 +383,8 @@ def _within_the_limit() -> None:
         pytest.raises(ValueError, match=r"memory_limit of at least [\d,]+ bytes, which"),
     ):
         tuned(model, memory_limit=1000)
-    # The first step makes the root. No later step, such as those that measure costs, has a larger
-    # ring.
+    # The ring of the first step, which makes the root, is the largest. Steps that measure costs
+    # have no larger one.
     assert max(ring for ring, _ in steps) == steps[0][0]
 
 

@@ -341,7 +341,7 @@ def _run_and_predict(seeds: range) -> None:
         seconds = {unit.name: (1.0, 1.0) for unit in fsdp_ext.plan(model).units}
         step = fsdp_ext.plan(model, link=NO_TIME, compute=seconds).prediction
         assert step is not None
-        # Over a link without time, work begins when it is issued.
+        # The link takes no time, so each collective begins when it is issued.
         predicted = _issued(
             spans(step, "compute"),
             [(name, begin) for name, begin, _ in spans(step, "gather")],

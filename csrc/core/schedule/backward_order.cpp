@@ -133,8 +133,9 @@ bool BackwardOrder::is_recomputed(int unit) const {
   return next != kNowhere && steps_[next].action == BackwardAction::Recompute;
 }
 
-// Returns how many steps are left before backward reaches the checkpointed region of this unit.
-// They belong to calls that forward made after the region. Returns 0 if backward is recomputing.
+// Returns how many steps backward has to take before it recomputes the checkpointed region that
+// contains this unit. Forward made their calls after the region. Returns 0 if backward is
+// recomputing now.
 std::size_t BackwardOrder::until_recomputation(int unit) const {
   std::size_t last = next_step_of(unit);
   while (last + 1 < steps_.size() && is_of_first_run(steps_[last + 1])) {

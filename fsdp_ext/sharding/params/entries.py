@@ -106,9 +106,9 @@ class GatherInput:
         self.shape_in_slot = torch.Size([ranks * rows, *row])
         self.shape_and_dtype_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
         self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
-        # Both are set when the unit is built.
-        self.part = torch.empty(0)  # its bytes in the flat shard
-        self.output = torch.empty(0)  # the gathered tensor, in a slot
+        # Empty until the unit is built.
+        self.part = torch.empty(0)  # then this rank's bytes in the flat shard
+        self.output = torch.empty(0)  # then the gathered tensor, in a slot
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the size and dtype of the first one."""
