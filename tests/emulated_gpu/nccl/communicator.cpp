@@ -163,8 +163,9 @@ ncclResult_t Communicator::join() {
   for (int other = 0; other < size; ++other) {
     others.push_back(other);
   }
-  for (int spins = kSpins; shared_->joined < size; ++spins) {
-    if (!pause(spins, others, false)) {
+  Wait until_all_joined;
+  while (shared_->joined < size) {
+    if (!pause(until_all_joined, others)) {
       return error_ == ncclSuccess ? error_ = ncclInternalError : error_.load();
     }
   }
@@ -219,25 +220,31 @@ bool Communicator::has_left(int other) {
   return poll(&ended, 1, 0) > 0;
 }
 
-bool Communicator::pause(int spins, const std::vector<int>& awaited, bool is_kernel) {
+bool Communicator::pause(Wait& wait, const std::vector<int>& awaited) {
   if (is_stopped_ || has_device_failed()) {
     return false;
   }
-  if (spins < kSpins) {
+  if (++wait.spins < kSpins) {
     std::this_thread::yield();
     return true;
   }
   std::this_thread::sleep_for(std::chrono::microseconds(50));
   // Kernels read memory of their own host, and notice nothing there.
-  if (spins % kSpins != 0 || (is_kernel && shares_windows_) || error_ != ncclSuccess) {
+  if (wait.spins % kSpins != 0 || (wait.is_kernel && shares_windows_) || error_ != ncclSuccess) {
     return true;
   }
   for (const int other : awaited) {
-    if (has_left(other)) {
-      error_ = refuse(ncclRemoteError, "Connection closed by rank " + std::to_string(other) +
-                                           " of " + std::to_string(size));
-      return is_kernel;  // it waits until the communicator is aborted
+    if (!has_left(other)) {
+      continue;
     }
+    // A rank may arrive and leave after the caller looked for it, so the caller looks once more.
+    if (wait.seen_leaving != other) {
+      wait.seen_leaving = other;
+      return true;
+    }
+    error_ = refuse(ncclRemoteError, "Connection closed by rank " + std::to_string(other) + " of " +
+                                         std::to_string(size));
+    return wait.is_kernel;  // it waits until the communicator is aborted
   }
   return true;
 }
@@ -256,13 +263,14 @@ bool Communicator::wait(Barrier barrier) {
     }
     return ranks;
   };
-  for (int spins = 0;; ++spins) {
-    // A rank may arrive and leave before this one looks for it.
-    if (missing().empty()) {
+  Wait until_all_arrived{barrier == kOfStreams};
+  for (;;) {
+    const std::vector<int> awaited = missing();
+    if (awaited.empty()) {
       return true;
     }
-    if (!pause(spins, missing(), barrier == kOfStreams)) {
-      return missing().empty();
+    if (!pause(until_all_arrived, awaited)) {
+      return false;
     }
   }
 }

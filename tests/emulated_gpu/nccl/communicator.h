@@ -148,10 +148,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     unsigned long long capture = 0;
   };
 
+  struct Wait {
+    bool is_kernel = false;
+    int spins = 0;
+    int seen_leaving = -1;
+  };
+
   bool open_shared_memory();
   bool wait(Barrier barrier);
   // Pauses in a wait for other ranks. Returns false if it has to end.
-  bool pause(int spins, const std::vector<int>& awaited, bool is_kernel);
+  bool pause(Wait& wait, const std::vector<int>& awaited);
   bool has_left(int other);
   bool has_same_gpu_twice() const;
   bool is_one_host() const;

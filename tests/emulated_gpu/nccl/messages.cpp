@@ -58,7 +58,8 @@ void Communicator::run(std::vector<Message> messages) {
   for (const Message& message : messages) {
     (message.is_sent ? reads : writes)(message.data, message.bytes);
   }
-  for (int spins = 0; !messages.empty(); ++spins) {
+  Wait until_all_moved{true};
+  while (!messages.empty()) {
     bool moved = false;
     std::set<std::pair<bool, int>> waiting;  // messages of a pair of ranks arrive in order
     for (Message& message : messages) {
@@ -73,7 +74,7 @@ void Communicator::run(std::vector<Message> messages) {
     for (const Message& message : messages) {
       peers.push_back(message.peer);
     }
-    if (!moved && !pause(spins, peers, true)) {
+    if (!moved && !pause(until_all_moved, peers)) {
       return;
     }
   }
