@@ -717,8 +717,7 @@ FAULTS = (
     Fault(
         "gradients stay after the update in backward",
         f"{OPTIM}/flat_step.py",
-        "param.grad = None",
-        within="            param.grad = None\n",
+        "_C.remove_gradients(group)",
         python=("attached_optimizers",),
     ),
     Fault(
@@ -729,9 +728,16 @@ FAULTS = (
         python=("async_save", "attached_optimizers"),
     ),
     Fault(
+        "clipping in backward sums a run over the ranks of its first parameter",
+        f"{OPTIM}/flat_step.py",
+        "(own, key(param))",
+        "own",
+        python=("attached_optimizers",),
+    ),
+    Fault(
         "clipping in backward scales by the norm of another step",
         f"{OPTIM}/clip_in_backward.py",
-        "multiply(every, self._scale.to)",
+        "multiply(own, self._scale.to)",
         "None",
         python=("attached_optimizers",),
     ),

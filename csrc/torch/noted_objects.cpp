@@ -80,4 +80,20 @@ py::bytes addresses_of(const py::list& tensors) {
   return {reinterpret_cast<const char*>(addresses.data()), addresses.size() * sizeof(void*)};
 }
 
+py::list with_gradients(const py::list& params) {
+  py::list found;
+  for (const py::handle param : params) {
+    if (THPVariable_Unpack(param.ptr()).grad().defined()) {
+      found.append(param);
+    }
+  }
+  return found;
+}
+
+void remove_gradients(const py::list& params) {
+  for (const py::handle param : params) {
+    THPVariable_Unpack(param.ptr()).mutable_grad().reset();
+  }
+}
+
 }  // namespace fsdp

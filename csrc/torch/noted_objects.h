@@ -25,4 +25,8 @@ bool have_attribute(const pybind11::list& objects, const pybind11::str& name,
 // The address of each tensor's memory, to be compared with an earlier result.
 pybind11::bytes addresses_of(const pybind11::list& tensors);
 
+// The parameters that have a gradient.
+pybind11::list with_gradients(const pybind11::list& params);
+void remove_gradients(const pybind11::list& params);
+
 }  // namespace fsdp

@@ -9,9 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_ext.optim.norms import Gradients, local_part, multiply, promoted, total_norm
-from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext import _C
+from fsdp_ext.optim.flat_runs import FlatRuns
+from fsdp_ext.optim.norms import (
+    NormRanks,
+    multiply,
+    norm_dtype,
+    norms_of,
+    promoted,
+    total_norm,
+)
+from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
+
+_CALLER = "clip_grad_norm_"
 
 
 def clip_grad_norm_(
@@ -50,7 +62,7 @@ def clip_grad_norm_(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params = list(parameters)
-    limits = Limits.of("clip_grad_norm_", max_norm, norm_type)
+    limits = Limits.of(_CALLER, max_norm, norm_type)
     return clip(params, limits, error_if_nonfinite=error_if_nonfinite)
 
 
@@ -102,12 +114,12 @@ def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False)
     found = _gradients_of(params)
     if any(unit.settings.update is not None for unit in found.units):
         raise RuntimeError(
-            "clip_grad_norm_ got parameters that an attached optimizer has stepped in backward, so "
+            f"{_CALLER} got parameters that an attached optimizer has stepped in backward, so "
             "their gradients no longer exist. To clip, pass max_norm to its attach()."
         )
     grads = found.by_ranks()
-    parts = {ranks: local_part(own, limits.norm_type, found.dtype) for ranks, own in grads.items()}
-    total = total_norm(parts, limits.norm_type, found.dtype, "clip_grad_norm_")
+    norms = {ranks: norms_of(own, limits.norm_type, found.dtype) for ranks, own in grads.items()}
+    total = total_norm(norms, limits.norm_type, found.dtype, _CALLER)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {limits.norm_type} for gradients from `parameters` is "
@@ -120,20 +132,76 @@ def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False)
     return total.to(promoted(dtypes)) if dtypes else total
 
 
+class _Gradients:
+    """The gradients of some parameters, in runs where possible.
+
+    Args:
+        params: the parameters; the same on all ranks.
+    """
+
+    def __init__(self, params: list[Any]) -> None:
+        self._given = params
+        params = _sharded(params)
+        owners = owners_of(units_alive())
+        ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
+        self._runs = FlatRuns(params, ranks.get)
+        # From the parameters, because other ranks may lack gradients that this rank has.
+        self._ranks = list(dict.fromkeys(ranks.values()))
+        self._ranks_of = ranks
+        # Also from the parameters, so that all ranks reduce one dtype.
+        self.dtype = norm_dtype(params)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the parameters that are alive."""
+        return self._runs.units
+
+    def are_of(self, params: list[Any]) -> bool:
+        """Return whether the runs are still those of ``params``."""
+        return _C.same_objects(params, self._given) and self._runs.are_of(self._runs.params)
+
+    def by_ranks(self) -> dict[NormRanks, list[torch.Tensor]]:
+        """Return this rank's gradients. All ranks have the same keys in the same order."""
+        found: dict[NormRanks, list[torch.Tensor]] = {ranks: [] for ranks in self._ranks}
+        for run in self._runs.runs:
+            found[self._ranks_of[run.params[0]]].append(run.grad)
+        for param in _C.with_gradients(self._runs.others):
+            found[self._ranks_of[param]].append(_local_grad(param))
+        return found
+
+
+def _local_grad(param: Any) -> torch.Tensor:
+    grad: torch.Tensor = param.grad
+    if not isinstance(grad, DTensor):
+        return grad
+    if grad.placements != param.placements:
+        raise NotImplementedError(
+            f"{_CALLER} got a gradient with the placements {tuple(grad.placements)} for a "
+            f"parameter with {tuple(param.placements)}. Redistribute it to those first."
+        )
+    return grad.to_local()
+
+
+def _sharded(params: list[Any]) -> list[Any]:
+    """Return ``params`` with sharded parameters in place of those of units that are unsharded."""
+    sharded = {param.registered(): param.sharded for unit in units_alive() for param in unit.params}
+    return [sharded.get(param, param) for param in params]
+
+
 # Found by earlier calls, by the id of the first parameter, which they keep alive. All of them go
 # when one of their units does, so that they keep no model alive.
-_known: dict[int, tuple[Gradients, list[weakref.ref[Unit]]]] = {}
+_known: dict[int, tuple[_Gradients, list[weakref.ref[Unit]]]] = {}
 
 
 def _forget(_: weakref.ref[Unit]) -> None:
     _known.clear()
 
 
-def _gradients_of(params: list[Any]) -> Gradients:
+def _gradients_of(params: list[Any]) -> _Gradients:
     first = id(params[0]) if params else 0
     known, _ = _known.get(first, (None, []))
     if known is None or not known.are_of(params):
-        known = Gradients(params, "clip_grad_norm_")
+        known = _Gradients(params)
         if known.units:
             _known[first] = known, [weakref.ref(unit, _forget) for unit in known.units]
     return known

@@ -10,21 +10,15 @@ has the ranks sum the parts. The first step is not scaled, unless the caller pas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 
+from fsdp_ext import _C
 from fsdp_ext.optim.clip import Limits
-from fsdp_ext.optim.norms import (
-    Gradients,
-    NormRanks,
-    local_part,
-    multiply,
-    norm_dtype,
-    sum_of_parts,
-    total_norm,
-)
+from fsdp_ext.optim.norms import NormRanks, multiply, norm_dtype, norms_of, total_norm
+from fsdp_ext.sharding.root.unit import owners_of, units_alive
 
 _CALLER = "step of an attached optimizer"
 
@@ -42,67 +36,66 @@ class ClippingInBackward:
         self.settings = limits, last_norm
         self.norm: torch.Tensor | None = None
         self._limits = limits
-        self._dtype = norm_dtype(params)
+        self._params: list[Any] = []
+        self._ranks: dict[Any, NormRanks] = {}
+        self.note(params)
         self._scale = torch.ones((), dtype=self._dtype)
         if last_norm is not None:
             self._scale = limits.scale(torch.tensor(last_norm, dtype=self._dtype))
-        self._gradients: dict[Hashable, Gradients] = {}
         self._begin_step()
 
-    def _begin_step(self) -> None:
-        self._parts: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
-        self._clipped: set[Hashable] = set()  # the units
+    def note(self, params: list[Any]) -> None:
+        """Note the optimizer's parameters, which all ranks have in the same order."""
+        if not _C.same_objects(params, self._params):
+            owners = owners_of(units_alive())
+            self._ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
+            self._all_ranks = list(dict.fromkeys(self._ranks.values()))
+            self._params = params
+            self._dtype = norm_dtype(params)
 
-    def clip_unit(self, unit: Hashable, params: list[Any]) -> None:
-        """Scale the gradients of a unit's parameters in backward.
+    def ranks_of(self, param: Any) -> NormRanks:
+        """Return the ranks over which a parameter's gradient is sharded."""
+        return self._ranks[param]
+
+    def _begin_step(self) -> None:
+        self._norms: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
+        self._clipped: set[Hashable] = set()
+
+    @torch.no_grad()
+    def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Scale the gradients of a part of the parameters, and add them to the norm of this step.
+
+        Args:
+            part: the part.
+            stepped: tensors with a gradient, each with a parameter that lies in it.
 
         Raises:
-            RuntimeError: if ``end_step`` was not called after the backward before.
+            RuntimeError: if the part was clipped before, and ``end_step`` was not called.
         """
-        if unit in self._clipped:
+        if part in self._clipped:
             raise RuntimeError(
                 "An attached optimizer that clips got a second backward without step() between "
                 "them. Call step() after each backward, also after one that failed: it computes "
                 "the norm by which the next step clips."
             )
-        self._clipped.add(unit)
-        self._clip(self._gradients_of(unit, params))
+        self._clipped.add(part)
+        by_ranks: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
+        for param, whole in stepped:
+            assert whole.grad is not None
+            by_ranks[self._ranks[param]].append(whole.grad)
+        for ranks, own in by_ranks.items():
+            self._norms[ranks] += norms_of(own, self._limits.norm_type, self._dtype)
+            multiply(own, self._scale.to)
 
     @torch.no_grad()
-    def end_step(self, params: list[Any]) -> None:
-        """Scale gradients that no backward has stepped, and find the norm of this step.
-
-        Args:
-            params: all of the optimizer's.
-        """
+    def end_step(self) -> None:
+        """Find the norm of this step, by which the next one is clipped."""
         try:
-            left = self._gradients_of(None, params)
-            self._clip(left)
             # Units may end in another order on another rank, but all ranks reduce in this order.
-            norm_type = self._limits.norm_type
-            parts = {
-                ranks: sum_of_parts(self._parts[ranks], norm_type, self._dtype)
-                for ranks in left.ranks
-            }
-            self.norm = total_norm(parts, norm_type, self._dtype, _CALLER)
+            norms = {ranks: self._norms[ranks] for ranks in self._all_ranks}
+            self.norm = total_norm(norms, self._limits.norm_type, self._dtype, _CALLER)
             before = self._scale.to(self.norm.device)
             # A step without gradients does not count.
             self._scale = torch.where(self.norm == 0, before, self._limits.scale(self.norm))
         finally:
             self._begin_step()
-
-    @torch.no_grad()
-    def _clip(self, gradients: Gradients) -> None:
-        every = []
-        for ranks, own in gradients.by_ranks().items():
-            if own:
-                part = local_part(own, self._limits.norm_type, self._dtype)
-                self._parts[ranks].append(part.to(ranks.device_type))
-                every += own
-        multiply(every, self._scale.to)
-
-    def _gradients_of(self, unit: Hashable, params: list[Any]) -> Gradients:
-        found = self._gradients.get(unit)
-        if found is None or not found.are_of(params):
-            found = self._gradients[unit] = Gradients(params, _CALLER)
-        return found

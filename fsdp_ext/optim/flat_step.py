@@ -89,9 +89,15 @@ class FlatStep(Optimizer):
             )
         every: _Part = own.setdefault("_every", _Part(watches_all=True))
         every.params = [group["params"] for group in self.param_groups]
-        if clipping := own.get("_attached") and own.get("_clipping"):
-            clipping.end_step([param for group in every.params for param in group])
-        self._step(every)
+        clipping = self._clipping_now
+        if clipping is None:
+            self._step(every)
+            return loss
+        clipping.note([param for group in every.params for param in group])
+        try:
+            self._step(every)
+        finally:  # also after an error, so that no other rank waits for the norm
+            clipping.end_step()
         return loss
 
     @_disable_dynamo
@@ -183,18 +189,23 @@ class FlatStep(Optimizer):
                 f"attach got last_norm={before}. Pass the grad_norm of the last step, 0 or more."
             )
         limits = None if max_norm is None else Limits.of("attach", max_norm, norm_type)
-        known: ClippingInBackward | None = vars(self).get("_clipping")
+        params = [param for group in self.param_groups for param in group["params"]]
         if vars(self).get("_attached"):
+            known = self._clipping_now
             if (limits and (limits, before)) != (known and known.settings):
                 raise ValueError(
                     f"attach got {limits or 'no max_norm'} and last_norm={before}, but another "
                     "model of this optimizer is attached with other norms. Pass the same for each."
                 )
+            if known is not None:
+                known.note(params)
             return known
-        if limits is None:
-            return None
-        params = [param for group in self.param_groups for param in group["params"]]
-        return ClippingInBackward(limits, before, params)
+        return None if limits is None else ClippingInBackward(limits, before, params)
+
+    @property
+    def _clipping_now(self) -> ClippingInBackward | None:
+        """The clipping of the models that are attached and alive."""
+        return vars(self).get("_clipping") if vars(self).get("_attached") else None
 
     def register_update_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
         """Call ``hook`` before backward steps a unit, after :meth:`attach`.
@@ -212,20 +223,18 @@ class FlatStep(Optimizer):
             hook()
         before = part.groups
         part.params += [[]] * (len(self.param_groups) - len(part.params))
-        params = [param for group in part.params for param in group]
-        if clipping := vars(self).get("_clipping"):
-            clipping.clip_unit(part, params)
         self._step(part)
-        for param in params:
-            param.grad = None
-        if not _C.same_objects(before, part.groups) and params[0].is_cuda:
+        for group in part.params:
+            _C.remove_gradients(group)
+        if not _C.same_objects(before, part.groups) and part.is_cuda:
             # States were copied on the stream of the reduction. Backward must not get the memory of
             # the old ones before that.
             torch.cuda.current_stream().synchronize()
 
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
-        groups = part.find_groups(self.state)
+        clipping = self._clipping_now
+        groups = part.find_groups(self.state, None if clipping is None else clipping.ranks_of)
         states, params = self.state, [group["params"] for group in self.param_groups]
         try:
             self.state = defaultdict(dict)
@@ -233,6 +242,8 @@ class FlatStep(Optimizer):
                 own = found.begin_step(states)
                 self.state.update(own)
                 group["params"] = list(own)
+            if clipping is not None:
+                clipping.clip(part, [pair for found in groups for pair in found.stepped()])
             step: Any = super().step
             if getattr(step, "hooked", False):  # hooks run for the step of this class
                 step = partial(step.__wrapped__, self)
@@ -260,16 +271,28 @@ class _Part:
         self._watches_all = watches_all
         self._noted: tuple[list[Any], list[Any]] = [], []  # the optimizer's states
 
-    def find_groups(self, states: dict[Any, Any]) -> list[_Group]:
-        """Return the runs of each group of parameters."""
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the parameters are on a GPU."""
+        return any(group[0].is_cuda for group in self.params if group)
+
+    def find_groups(
+        self, states: dict[Any, Any], key: Callable[[Any], Hashable] | None
+    ) -> list[_Group]:
+        """Return the runs of each group of parameters.
+
+        Args:
+            states: the optimizer's.
+            key: maps a parameter to a value. All parameters of a run have equal values.
+        """
         before: list[_Group | None] = [*self.groups]
         before += [None] * (len(self.params) - len(before))
         # Looking up each parameter would call the hash function of tensors, which is Python's.
         is_noted = self._watches_all and _C.has_items(states, *self._noted)
         self.groups = [
             known
-            if known is not None and known.is_of(params, None if is_noted else states)
-            else _Group(params, states, known)
+            if known is not None and known.is_of(params, None if is_noted else states, key)
+            else _Group(params, states, known, key)
             for params, known in zip(self.params, before, strict=False)
         ]
         return self.groups
@@ -287,11 +310,24 @@ class _Group:
         params: the group's.
         states: the optimizer's, by parameter.
         before: the same group in the last step.
+        key: as for :meth:`_Part.find_groups`.
     """
 
-    def __init__(self, params: list[Any], states: dict[Any, Any], before: _Group | None) -> None:
+    def __init__(
+        self,
+        params: list[Any],
+        states: dict[Any, Any],
+        before: _Group | None,
+        key: Callable[[Any], Hashable] | None,
+    ) -> None:
         read = _read_scalars([states[param] for param in params if param in states])
-        self._runs = FlatRuns(params, lambda param: _kinds_of(param, states.get(param), read))
+        self._key = key
+
+        def kinds(param: Any) -> Hashable | None:
+            own = _kinds_of(param, states.get(param), read)
+            return own if own is None or key is None else (own, key(param))
+
+        self._runs = FlatRuns(params, kinds)
         known = {} if before is None else before._intact(states)
         # Each run's states, a dict to which PyTorch's code adds.
         self._states = [
@@ -304,21 +340,31 @@ class _Group:
             before._give_own(self._runs.others, states)
         self._note(states)
 
-    def is_of(self, params: list[Any], states: dict[Any, Any] | None) -> bool:
+    def is_of(
+        self,
+        params: list[Any],
+        states: dict[Any, Any] | None,
+        key: Callable[[Any], Hashable] | None,
+    ) -> bool:
         """Return whether parameters, gradients and states are those of the last step.
 
         Args:
             params: the group's.
             states: the optimizer's; None if each parameter has the same dict as then.
+            key: as for :meth:`_Part.find_groups`.
         """
-        return self._runs.are_of(params) and self._has_only(states)
+        return key == self._key and self._runs.are_of(params) and self._has_only(states)
 
     def begin_step(self, states: dict[Any, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the tensors that PyTorch's code steps, with their states."""
-        others = (param for param in self._runs.others if param.grad is not None)
-        self._alone = [_Alone(param, states) for param in others]
+        self._alone = [_Alone(param, states) for param in _C.with_gradients(self._runs.others)]
         of_runs = {run.whole: own for run, own in self._states}
         return of_runs | {each.whole: each.states for each in self._alone}
+
+    def stepped(self) -> list[tuple[Any, torch.Tensor]]:
+        """Return the tensors that a step changes, each with a parameter that lies in it."""
+        of_runs = [(run.params[0], run.whole) for run, _ in self._states]
+        return of_runs + [(each.param, each.whole) for each in self._alone]
 
     def end_step(self, states: dict[Any, Any]) -> None:
         """Give each parameter its part of new states, and the scalars of this step."""
@@ -391,7 +437,7 @@ class _Alone:
     """
 
     def __init__(self, param: Any, states: dict[Any, Any]) -> None:
-        self._param = param
+        self.param = param
         self.whole = local_of(param)
         if isinstance(param, DTensor):
             grad: Any = param.grad
@@ -403,14 +449,14 @@ class _Alone:
 
     def end_step(self, states: dict[Any, Any]) -> None:
         """Give the parameter its new states."""
-        own = states.setdefault(self._param, {})
+        own = states.setdefault(self.param, {})
         for name, value in self.states.items():
             if name not in own or local_of(own[name]) is not value:
                 is_part = isinstance(value, torch.Tensor) and value.shape == self.whole.shape
-                own[name] = over(value, like=self._param) if is_part else value
+                own[name] = over(value, like=self.param) if is_part else value
         if not own:
-            del states[self._param]
-        if self.whole is not self._param:
+            del states[self.param]
+        if self.whole is not self.param:
             self.whole.grad = None
 
 

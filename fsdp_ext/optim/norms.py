@@ -1,4 +1,4 @@
-"""Norms of gradients over all ranks, from flat memory where possible."""
+"""Norms of gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext import _C
 from fsdp_ext.optim.collectives import explaining_errors
-from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.sharding.params.flat_parameter import is_flat
-from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
+from fsdp_ext.sharding.root.unit import Unit
 
 
 def norm_dtype(params: Iterable[Any]) -> torch.dtype:
@@ -60,101 +58,38 @@ class NormRanks:
         return cls(device_type=param.device.type)
 
 
-class Gradients:
-    """The gradients of some parameters, in runs where possible.
-
-    Args:
-        params: the parameters; the same on all ranks.
-        caller: the public function, for messages.
-    """
-
-    def __init__(self, params: list[Any], caller: str) -> None:
-        self._given = params
-        self._caller = caller
-        params = _sharded(params)
-        owners = owners_of(units_alive())
-        ranks = {param: NormRanks.of(param, owners, caller) for param in params}
-        self._runs = FlatRuns(params, ranks.get)
-        # From the parameters, because other ranks may lack gradients that this rank has.
-        self.ranks = list(dict.fromkeys(ranks.values()))
-        self._of_runs = [(ranks[run.params[0]], run.grad) for run in self._runs.runs]
-        self._of_others = [(ranks[param], param) for param in self._runs.others]
-        # Also from the parameters, so that all ranks reduce one dtype.
-        self.dtype = norm_dtype(params)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units of the parameters that are alive."""
-        return self._runs.units
-
-    def are_of(self, params: list[Any]) -> bool:
-        """Return whether the runs are still those of ``params``."""
-        return _C.same_objects(params, self._given) and self._runs.are_of(self._runs.params)
-
-    def by_ranks(self) -> dict[NormRanks, list[torch.Tensor]]:
-        """Return this rank's gradients. All ranks have the same keys in the same order."""
-        found: dict[NormRanks, list[torch.Tensor]] = {ranks: [] for ranks in self.ranks}
-        for ranks, grad in self._of_runs:
-            found[ranks].append(grad)
-        for ranks, param in self._of_others:
-            if param.grad is not None:
-                found[ranks].append(self._local_grad(param))
-        return found
-
-    def _local_grad(self, param: Any) -> torch.Tensor:
-        grad: torch.Tensor = param.grad
-        if not isinstance(grad, DTensor):
-            return grad
-        if grad.placements != param.placements:
-            raise NotImplementedError(
-                f"{self._caller} got a gradient with the placements {tuple(grad.placements)} for a "
-                f"parameter with {tuple(param.placements)}. Redistribute it to those first."
-            )
-        return grad.to_local()
-
-
-def _sharded(params: list[Any]) -> list[Any]:
-    """Return ``params`` with sharded parameters in place of those of units that are unsharded."""
-    sharded = {param.registered(): param.sharded for unit in units_alive() for param in unit.params}
-    return [sharded.get(param, param) for param in params]
+def norms_of(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each gradient that has elements on this rank, in a tensor a device."""
+    # Shards may be empty, and the maximum of nothing is an error.
+    own = [grad for grad in grads if grad.numel()]
+    devices = {grad.device for grad in own}  # some may be offloaded
+    by_device = [[grad for grad in own if grad.device == device] for device in devices]
+    return [torch.stack(torch._foreach_norm(each, norm_type, dtype)) for each in by_device]
 
 
 def total_norm(
-    local_parts: dict[NormRanks, torch.Tensor], norm_type: float, dtype: torch.dtype, caller: str
+    norms: dict[NormRanks, list[torch.Tensor]], norm_type: float, dtype: torch.dtype, caller: str
 ) -> torch.Tensor:
-    """Return the norm over all ranks, from each rank's :func:`local_part`."""
+    """Return the norm over all ranks, from the :func:`norms_of` each rank's gradients.
+
+    All ranks have the same keys in the same order.
+    """
     is_max = norm_type == math.inf
     parts = []
-    for ranks, local in local_parts.items():
-        part = local.to(ranks.device_type)
+    for ranks, own in norms.items():
+        part = torch.zeros((), dtype=dtype, device=ranks.device_type)
+        if own:
+            together = torch.cat([each.to(part.device) for each in own])
+            norm = torch.linalg.vector_norm(together, norm_type)
+            part = norm if is_max else norm.pow(norm_type)
         for group in ranks.groups:
             with explaining_errors(f"reduce the norm in {caller}", group):
                 dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
         parts.append(part)
-    every = sum_of_parts([part.to(parts[0].device) for part in parts], norm_type, dtype)
-    return every if is_max else every ** (1 / norm_type)
-
-
-def sum_of_parts(parts: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the :func:`local_part` of all gradients together."""
     if not parts:
         return torch.zeros((), dtype=dtype)
-    together = torch.stack(parts)
-    return together.max() if norm_type == math.inf else together.sum()
-
-
-def local_part(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the p-th power of this rank's norm, which ranks add up; for p = inf the maximum."""
-    # Shards may be empty, and the maximum of nothing is an error.
-    own = [grad for grad in grads if grad.numel()]
-    if not own:
-        return torch.zeros((), dtype=dtype)
-    devices = {grad.device for grad in own}  # some may be offloaded
-    by_device = [[grad for grad in own if grad.device == device] for device in devices]
-    norms = [torch.stack(torch._foreach_norm(each, norm_type, dtype)) for each in by_device]
-    together = torch.cat([each.to(norms[0].device) for each in norms])
-    norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
-    return norm if norm_type == math.inf else norm.pow(norm_type)
+    together = torch.stack([part.to(parts[0].device) for part in parts])
+    return together.max() if is_max else together.sum() ** (1 / norm_type)
 
 
 def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch.Tensor]) -> None:

@@ -22,6 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
@@ -358,6 +363,13 @@ def _clipping_with_replicas() -> None:
     _clip(2.0, OtherExperts, mesh=mesh)
 
 
+def _clipping_of_tensor_parallel_parameters() -> None:
+    """Parameters that lie side by side are sharded over different ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    _clip(2.0, lambda: parallelize_module(Stack(), mesh["tp"], plan), mesh=mesh["shard"])
+
+
 def _clipping_goes_on_after_a_checkpoint() -> None:
     clipping = {"max_norm": 1e-3, "norm_type": 2.0, "last_norm": 0.7}
     pair = Pair(clipping=clipping)
@@ -414,6 +426,7 @@ def _checked_steps() -> None:
         (_checked_steps, 2),
         (_clipping, 2),
         (_clipping_with_replicas, 4),
+        (_clipping_of_tensor_parallel_parameters, 4),
         (_clipping_goes_on_after_a_checkpoint, 2),
         (_clipping_counts_what_step_steps, 2),
         (_clipping_after_a_failed_backward, 2),

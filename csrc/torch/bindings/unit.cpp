@@ -19,6 +19,8 @@ void register_steps(py::module_& m) {
   m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
   m.def("total_length", &total_length, py::arg("dicts"));
   m.def("addresses_of", &addresses_of, py::arg("tensors"));
+  m.def("with_gradients", &with_gradients, py::arg("params"));
+  m.def("remove_gradients", &remove_gradients, py::arg("params"));
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
 }
