@@ -104,6 +104,14 @@ class Stream {
   virtual void* native_handle() const { return nullptr; }
 };
 
+// Adds a stream's native handle to `streams` unless it is among them.
+inline void note_stream(std::vector<void*>& streams, const Stream& stream) {
+  void* const handle = stream.native_handle();
+  if (std::find(streams.begin(), streams.end(), handle) == streams.end()) {
+    streams.push_back(handle);
+  }
+}
+
 // Numbered points on streams, and the times at which the streams reached them.
 class Moments {
  public:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
 
-from fsdp_ext import MixedPrecisionPolicy, fully_shard, offload_optimizer
+from fsdp_ext import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, offload_optimizer
 
 WIDTH = 64
 STEPS = 4
@@ -74,6 +75,61 @@ def _compare_branches() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parts_of_a_unit_may_run_on_streams_of_the_user(world_size: int) -> None:
     run_ranks(_compare_branches, world_size, timeout=80.0, device="cuda")
+
+
+class _Conditioned(nn.Module):
+    """Adds what two layers make of a condition, on a stream of the user. It needs no gradient."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        super().__init__()
+        self.main = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.stream = stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = x.detach()
+        if self.stream is None:
+            return self.main(x) + self.layers(condition)
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            added = self.layers(condition)
+        added.register_hook(_late)  # backward calls it on the stream
+        here.wait_stream(self.stream)
+        for tensor, stream in ((condition, self.stream), (added, here)):
+            tensor.record_stream(stream)
+        return self.main(x) + added
+
+
+def _late(gradient: Tensor) -> Tensor:
+    torch.cuda._sleep(20_000_000)
+    return gradient
+
+
+def _train_conditioned(shard: Callable[[nn.Module], object], on_stream: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    stream = torch.cuda.Stream() if on_stream else None
+    model = nn.Sequential(*(_Conditioned(stream) for _ in range(6))).cuda()
+    for block in model:
+        shard(block)
+    shard(model)
+    results = losses_of(model, WIDTH, STEPS)
+    x = torch.ones(4, WIDTH, device="cuda")
+    for _ in range(STEPS):  # gradients stay, since new memory for them would order the streams
+        model(x).square().mean().backward()
+    results += [_whole(parameter.grad) for parameter in model.parameters()]
+    return [*results, *(_whole(parameter) for parameter in model.parameters())]
+
+
+def _compare_conditioned() -> None:
+    expected = _train_conditioned(lambda module: None, on_stream=False)
+    shard: Any = partial(fully_shard, bucket_bytes=0)
+    assert all(map(torch.equal, _train_conditioned(shard, on_stream=True), expected))
+
+
+@pytest.mark.timeout(90)
+def test_a_slot_is_not_overwritten_while_a_stream_of_the_user_reads_it() -> None:
+    run_ranks(_compare_conditioned, 2, timeout=80.0, device="cuda")
 
 
 def _train(
@@ -190,6 +246,7 @@ def _on_the_second_gpu() -> None:
         loss = model.loss(model(*(a.cuda(1) for a in args), **kwargs))
         loss.backward()
         losses.append(loss.item())
+        assert clip_grad_norm_(model, 100.0).device == loss.device
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None

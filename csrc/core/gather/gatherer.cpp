@@ -148,7 +148,14 @@ void Gatherer::reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets)
   }
 }
 
+void Gatherer::note_read(Unit& unit) {
+  if (unit.gather.slot_ != nullptr) {
+    note_stream(unit.gather.slot_->read_on, device_.compute_stream());
+  }
+}
+
 bool Gatherer::attach(Unit& unit) {
+  note_read(unit);
   if (unit.gather.state_ == UnitState::Unsharded) {
     if (unit.gather.is_put_away_) {
       unit.gather.is_put_away_ = false;
@@ -312,6 +319,7 @@ void Gatherer::abandon_gather(Bucket& bucket) {
     streams_.messages().wait(*source.last_piece().gathered, source.label);
   }
   slot.users = 0;
+  follow_readers(slot, bucket);
   ring_->release(slot, device_.compute_stream(), /*keeps_contents=*/false);
 }
 
@@ -328,7 +336,19 @@ void Gatherer::retain_slot(Bucket& bucket) {
   }
 }
 
+// See Note [slot lifetime].
+void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
+  Stream& compute = device_.compute_stream();
+  for (void* const stream : slot.read_on) {
+    if (stream != compute.native_handle()) {
+      streams_.order_after(compute, device_.stream_of(stream), bucket.gather.source().label);
+    }
+  }
+  slot.read_on.clear();
+}
+
 void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
+  follow_readers(slot, bucket);
   Stream& compute = device_.compute_stream();
   ledger_.counters().remove_unsharded_bytes(bucket.layout.unsharded_bytes());
   slot.released_after = ledger_.last_compute_moment();

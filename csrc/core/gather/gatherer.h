@@ -67,6 +67,8 @@ class Gatherer {
   // Makes the compute stream wait for the gather and attaches the parameters. Returns whether there
   // was a gather to wait for.
   bool attach(Unit& unit);
+  // The compute stream reads the unit's parameters.
+  void note_read(Unit& unit);
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);
   // When the slot of the unit's bucket is released next, its contents are kept for backward, if the
@@ -106,6 +108,7 @@ class Gatherer {
   bool has_reclaimable_slot(const Bucket& bucket) const;
   void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
+  void follow_readers(Slot& slot, const Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);
   template <typename Visit>
   void for_each_group_shard(const Visit& visit);

@@ -4,10 +4,11 @@
 //
 // Note [slot lifetime]
 // A bucket acquires a slot, the gather stream writes it, the compute stream reads it, and an event
-// that the compute stream records behind the last reader releases it. The stream of the next writer
-// waits for that event. A slot that has an owner is never overwritten: if the ring has no room
-// beside such slots, there is no slot. A released slot keeps its contents, so its bucket can
-// reacquire it without a gather until another slot overlaps it (lazy reshard).
+// that the compute stream records behind the last reader releases it. If other streams of the user
+// read it, too, the compute stream waits for these first. The stream of the next writer waits for
+// that event. A slot that has an owner is never overwritten: if the ring has no room beside such
+// slots, there is no slot. A released slot keeps its contents, so its bucket can reacquire it
+// without a gather until another slot overlaps it (lazy reshard).
 //
 // A new slot lies where the plan says (Note [ring places] in core/memory/ring_plan.h), or wherever
 // there is room. Of several places, it takes the one that was released first, which keeps the
@@ -39,6 +40,7 @@ struct Slot {
   int owner = kNobody;     // the bucket that uses it now
   int contents = kNobody;  // the bucket whose parameters it contains
   int users = 0;           // units of the owner that are gathering or unsharded here
+  std::vector<void*> read_on;  // compute streams (native handles) that its users run on
   std::uint64_t released_at = 0;
   std::unique_ptr<Event> released;
   IterationIndex released_after;  // a moment of the compute stream

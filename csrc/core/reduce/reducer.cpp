@@ -44,11 +44,7 @@ Reducer::~Reducer() {
 }
 
 void Reducer::note_arrival(Bucket& bucket) {
-  void* const stream = device_.compute_stream().native_handle();
-  std::vector<void*>& streams = bucket.reduction.arrived_on_;
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
-    streams.push_back(stream);
-  }
+  note_stream(bucket.reduction.arrived_on_, device_.compute_stream());
 }
 
 void Reducer::make_room(const Bucket& bucket) {

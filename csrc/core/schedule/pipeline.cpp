@@ -286,6 +286,7 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable, bool is_inner
     unit.backward.note_inner_gradient();
   }
   reducer_.note_arrival(*unit.bucket);
+  gatherer_.note_read(unit);  // its backward ran on this stream
   reduction_order_.gradient_arrived(unit, trainable);
 } catch (const Error& error) {
   fail(error);
