@@ -94,6 +94,11 @@ c10::intrusive_ptr<c10::StorageImpl> empty_storage(at::Device device) {
                                                /*allocator=*/nullptr, /*resizable=*/false);
 }
 
+HeldObject& before_shards_move() {
+  static auto* const function = new HeldObject();
+  return *function;
+}
+
 }  // namespace
 
 at::Tensor local_tensor_of(const at::Tensor& dtensor) {
@@ -109,6 +114,8 @@ void note_optimizer_step() {
 }
 
 void count_optimizer_steps_by_thread() { counts_steps_by_thread = true; }
+
+void call_before_shards_move(py::object function) { before_shards_move() = std::move(function); }
 
 void note_module_change() {
   if (!ModuleAttribute::is_being_set()) {
@@ -256,6 +263,13 @@ void TorchUnit::detach() {
   }
   free_storages();
   show_sharded();
+}
+
+void TorchUnit::move_shard(std::shared_ptr<void> memory) {
+  if (before_shards_move()) {
+    with_python([] { before_shards_move()(); });
+  }
+  tensors_.shard.move(std::move(memory));
 }
 
 std::uint64_t TorchUnit::shard_version() {

@@ -130,7 +130,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void show_unsharded() override { parameters_.show(/*unsharded=*/true, name_); }
   void* flat_shard() override { return tensors_.shard.data(); }
   void* flat_gradient() override { return gradients_.data(); }
-  void move_shard(std::shared_ptr<void> memory) override { tensors_.shard.move(std::move(memory)); }
+  void move_shard(std::shared_ptr<void> memory) override;
   void move_gradient(std::shared_ptr<void> memory) override { gradients_.move(std::move(memory)); }
   std::uint64_t shard_version() override;
   bool computes_inputs() override { return has_extensions_; }
@@ -196,6 +196,10 @@ void note_optimizer_step();
 // From now on, tells only units that the calling thread runs: ranks of one group are threads of
 // this process, and the step of one rank must not make another one gather.
 void count_optimizer_steps_by_thread();
+
+// From now on, calls `function` before a shard moves. It waits for whoever still reads the old
+// memory, which is freed then.
+void call_before_shards_move(pybind11::object function);
 
 // Tells all roots that some module has another parameter or child. The next outermost forward calls
 // when_stale. A hook on registrations calls this.

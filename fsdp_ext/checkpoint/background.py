@@ -18,9 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 from fsdp_ext.optim.flat_step import FlatStep
+from fsdp_ext.sharding.root.optimizer_hooks import is_captured
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
@@ -155,8 +157,10 @@ class Staged:
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
     waits for the thread's copies before the optimizer's step, or before an attached optimizer steps
     its first unit in backward. Wrappers such as accelerate's have no such hook. For them, the call
-    copies everything. Versions show whether anything else wrote to a tensor meanwhile. They are
-    compared before the step, or once everything is copied.
+    copies everything. So it does for optimizers whose step a CUDA graph has captured, because
+    replays run no hooks. Versions show whether anything else wrote to a tensor meanwhile. They are
+    compared before the step, or once everything is copied. A forward that moves shards (Note
+    [moving shards] in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
 
     Args:
         model: the model.
@@ -175,7 +179,10 @@ class Staged:
         self._ranks = ranks
         self._memory = _memory.setdefault(model, {})
         # Optimizers with hooks before their step run them before anything is stepped.
-        defers = all(hasattr(each, "_optimizer_step_pre_hooks") for each in optimizers)
+        defers = all(
+            hasattr(each, "_optimizer_step_pre_hooks") and not is_captured(each)
+            for each in optimizers
+        )
         self._deferred, others = {}, {}
         for kind, content in contents.items():
             names = content.stepped if defers else ()
@@ -189,12 +196,17 @@ class Staged:
         self._lock = threading.Lock()
         self._issued = threading.Event()  # set when the deferred copies are in the stream
         self._copied = threading.Event()
-        self._stream: torch.cuda.Stream | None = None  # None on the host
-        if any(t.is_cuda for content in contents.values() for t in content.tensors.values()):
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream())
+        devices = {
+            tensor.device
+            for content in contents.values()
+            for tensor in content.tensors.values()
+            if tensor.is_cuda
+        }
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
         self._copied_now = self._copy("others", others)
-        self._events = [] if self._stream is None else [torch.cuda.current_stream().record_event()]
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
+        self._events: dict[torch.device, torch.cuda.Event] = {}
         self._hooked = optimizers if defers else ()
         self._hooks: list[RemovableHandle] = []
 
@@ -208,12 +220,15 @@ class Staged:
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""
         try:
-            with torch.cuda.stream(self._stream):  # None changes nothing
+            with contextlib.ExitStack() as streams:
+                for stream in self._streams.values():
+                    streams.enter_context(torch.cuda.stream(stream))
                 copied = self._copied_now | self._copy("deferred", self._deferred)
-            if self._stream is not None:
-                self._events.append(self._stream.record_event())
+            self._events = {
+                device: stream.record_event() for device, stream in self._streams.items()
+            }
             self._issued.set()
-            for event in self._events:
+            for event in self._events.values():
                 event.synchronize()
             changed = self._compare_versions()
             if changed:
@@ -223,8 +238,8 @@ class Staged:
                 )
             return copied
         except Exception as error:
-            if self._stream is not None:
-                self._stream.synchronize()  # copies may still go to memory that others will use
+            for stream in self._streams.values():
+                stream.synchronize()  # copies may still go to memory that others will use
             return error
         finally:
             with self._lock:
@@ -243,11 +258,12 @@ class Staged:
             hook.remove()
 
     def _before_step(self, *_: object) -> None:
-        if self._stream is None:
+        if not self._streams:
             self._copied.wait()
             return
         self._issued.wait()
-        torch.cuda.current_stream().wait_event(self._events[-1])
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
         self._compare_versions()
 
     def _compare_versions(self) -> list[str]:
@@ -265,9 +281,8 @@ class Staged:
         memory = self._memory.pop(what, None)
         if memory is None or len(memory) < snapshot.nbytes:
             del memory  # before the new memory, so that both never exist together
-            pinned = self._stream is not None
             memory = torch.empty(
-                snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+                snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=bool(self._streams)
             )
         self._memory[what] = memory
         return snapshot.copied(memory)
@@ -277,6 +292,12 @@ class Staged:
 def _watch_process() -> None:
     atexit.register(_report)
     os.register_at_fork(after_in_child=_forget)
+    _C.call_before_shards_move(_wait_for_copies)
+
+
+def _wait_for_copies() -> None:
+    for saving in _running:
+        saving.wait_for_copies()
 
 
 def _forget() -> None:

@@ -197,6 +197,31 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     saving.result()
 
 
+def _forward_waits_before_it_moves_shards(place: Path) -> None:
+    copied = Snapshot.copied
+    order: list[str] = []
+
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+        in_call = threading.current_thread() is threading.main_thread()
+        time.sleep(0 if in_call else 0.5)
+        copy = copied(snapshot, memory)
+        order.extend([] if in_call else ["copied"])
+        return copy
+
+    Snapshot.copied = copied_late
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer in [*model, model]:
+        fsdp_ext.fully_shard(layer)  # one bucket, so the first forward moves shards
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.async_save(place, model, optimizer)
+    model(torch.ones(1, 2))
+    assert order == ["copied"]
+
+
+def test_a_forward_that_moves_shards_waits_for_copies(tmp_path: Path) -> None:
+    run_ranks(_forward_waits_before_it_moves_shards, 2, tmp_path, fresh=True)
+
+
 def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import checkpoint, fully_shard, optim
+from fsdp_ext.checkpoint.snapshot import Snapshot
 
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
@@ -88,3 +91,64 @@ def test_a_checkpoint_has_what_was_there_at_the_call(
     tmp_path: Path, offload: bool, kind: Any
 ) -> None:
     run_ranks(_saves_and_loads, 1, tmp_path, offload, kind)
+
+
+def _saves_from_another_gpu(place: Path) -> None:
+    torch.cuda.set_device(1)
+    model, optimizer = made(0, False, optim.AdamW)
+    other, its_optimizer = made(1, False, optim.AdamW)
+    torch.cuda.set_device(0)
+    expected = state_of(model, optimizer)
+    saving = checkpoint.async_save(place, model, optimizer)
+    with torch.cuda.device(1):
+        step(model, optimizer)
+    saving.result()
+    checkpoint.load(place, other, its_optimizer)
+    assert_equal(state_of(other, its_optimizer), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_may_be_saved_from_another_gpu_than_the_current_one(tmp_path: Path) -> None:
+    run_ranks(_saves_from_another_gpu, 1, tmp_path)
+
+
+def _saves_between_replays(place: Path) -> None:
+    model, optimizer = made(0, False, partial(torch.optim.AdamW, capturable=True))
+    x = torch.randn(8, 32, device="cuda")
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    graph.replay()
+    expected = state_of(model, optimizer)
+
+    copied = Snapshot.copied
+    go_on = threading.Event()
+
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        return copied(snapshot, memory)
+
+    Snapshot.copied = copied_late
+    saving = checkpoint.async_save(place, model, optimizer)
+    graph.replay()
+    torch.cuda.synchronize()
+    go_on.set()
+    saving.result()
+    checkpoint.load(place, model, optimizer)
+    assert_equal(state_of(model, optimizer), expected)
+
+
+def test_replays_do_not_change_what_is_saved(tmp_path: Path) -> None:
+    run_ranks(_saves_between_replays, 1, tmp_path, fresh=True)

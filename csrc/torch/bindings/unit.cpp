@@ -22,6 +22,7 @@ void register_steps(py::module_& m) {
   m.def("with_gradients", &with_gradients, py::arg("params"));
   m.def("remove_gradients", &remove_gradients, py::arg("params"));
   m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("call_before_shards_move", &call_before_shards_move, py::arg("function"));
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
 }
 

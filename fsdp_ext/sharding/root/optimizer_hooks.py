@@ -29,6 +29,13 @@ from fsdp_ext.sharding.params.unreduced import is_unreduced
 # How many parameters an optimizer had when it was checked. add_param_group() adds more, and
 # fully_shard may replace those that it has.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# Those whose step a CUDA graph has captured.
+_captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def is_captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer may step by replays of a CUDA graph."""
+    return optimizer in _captured
 
 
 def watch_optimizers() -> None:
@@ -49,6 +56,8 @@ def _register() -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     check_lanes()
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        _captured.add(optimizer)
     if is_any_overwritten(_params_of(optimizer)):
         raise RuntimeError(
             "an optimizer's step was called inside summon_full_params, and leaving that would "
