@@ -1,6 +1,7 @@
 #include "torch/torch_unit.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -318,6 +319,7 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
                "' got a sparse gradient, but only dense ones can be reduced. Pass sparse=False to "
                "its module.");
     if (arrived.key_set().has(c10::DispatchKey::Python)) {
+      taken->push_back(arrived);  // its memory may be another stream's
       arrived = plain_copy_of(arrived, device());
     }
     const ParamSpec& spec = layout_.params()[parameters_.trainable()[i]];
@@ -330,6 +332,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     arrived = at::Tensor();
     if (!gradient.is_contiguous()) {
       const at::NoGradGuard no_grad;
+      if (gradient.is_cuda()) {  // its memory may be another stream's
+        gradient.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device()));
+      }
       gradient = gradient.contiguous();
     }
     addresses[i] = gradient.data_ptr();
