@@ -283,7 +283,7 @@ rehearse: emulated-gpu
 	@echo "=== test: the GPU tests, over an emulated GPU"
 	$(REHEARSED) tests/gpu -rs $(PYTEST_ARGS)
 	$(REHEARSED) $(PYTEST_WORKERS) tests/emulated_gpu -rs $(PYTEST_ARGS)
-	EMULATED_GPU_DEVICES=2 $(REHEARSED) tests/gpu/test_gpu_streams.py -k another_gpu $(PYTEST_ARGS)
+	EMULATED_GPU_DEVICES=2 $(REHEARSED) tests/gpu/test_gpu_streams.py tests/gpu/test_gpu_checkpoint.py -k another_gpu $(PYTEST_ARGS)
 	EMULATED_GPU_DEVICES=4 $(REHEARSED) tests/gpu/test_gpu_several.py -k 'replicas or auto' $(PYTEST_ARGS)
 
 .PHONY: rehearse-ecosystem

@@ -63,9 +63,10 @@ def _connect(weights: Iterable[Weight]) -> None:
     sent = {}
     for weight in weights:
         if travels := shared(weight.tensor):
-            sent[travels[0]] = gathering_device(travels[:1], mesh_of(weight.tensor).device_type)
-    for group, kind in sent.items():
-        dist.all_reduce(torch.zeros(1, device=kind), group=group)
+            kind = mesh_of(weight.tensor).device_type
+            sent[travels[0]] = gathering_device(travels[:1], kind, weight.local)
+    for group, device in sent.items():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 @dataclass

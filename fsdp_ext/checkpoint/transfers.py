@@ -43,7 +43,7 @@ def to_send(weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
     # An offloaded shard is on the host, where its process groups may have no backend.
     mesh = mesh_of(weight.tensor)
     groups = [mesh.get_group(dim) for dim in sharded_dims(weight.tensor)]
-    return local.to(gathering_device(groups, mesh.device_type))
+    return local.to(gathering_device(groups, mesh.device_type, local))
 
 
 @torch.inference_mode(False)

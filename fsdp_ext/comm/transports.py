@@ -107,22 +107,31 @@ def zeros_for_shard(
     ``pin_memory`` is for units of GPUs that are offloaded to the host.
     """
     if pin_memory:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_host = device.type == "cpu"
     if on_host and may_share_memory(group, transport) and not why_no_shared_memory():
         return _C.shared_zeros(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def gathering_device(groups: Iterable[dist.ProcessGroup], kind: str) -> str:
-    """Return the kind of device from which process groups can gather tensors.
+def gathering_device(
+    groups: Iterable[dist.ProcessGroup], kind: str, near: torch.Tensor
+) -> torch.device:
+    """Return the device from which process groups can gather a tensor.
 
-    It is ``kind``, unless that is a GPU and one of the groups serves the host alone. gloo takes
+    It is of ``kind``, unless that is a GPU and one of the groups serves the host alone. gloo takes
     tensors on GPUs, too, but its coalesced all-gather, which PyTorch's functional collectives use,
     reads their memory as the host's.
     """
     names = [backend_name(group, kind) for group in groups]
-    return "cpu" if None in names or "gloo" in names else kind
+    return device_of("cpu" if None in names or "gloo" in names else kind, near)
+
+
+def device_of(kind: str, near: torch.Tensor | None = None) -> torch.device:
+    """Return the device of ``near`` if it is of this kind, else the current device of this kind."""
+    if near is not None and near.device.type == kind:
+        return near.device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

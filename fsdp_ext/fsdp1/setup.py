@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
+from fsdp_ext.comm.transports import device_of
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.sharding.api.arguments import check_dtypes, has_no_forward
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
@@ -466,8 +467,8 @@ def broadcast(tensors: list[torch.Tensor], mesh: DeviceMesh) -> None:
     given = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if not given:
         return
-    rows = [tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device_type) for tensor in given]
-    flat = torch.cat(rows)
+    rows = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in given]
+    flat = torch.cat([row.to(device_of(mesh.device_type, row)) for row in rows])
     for group in mesh.get_all_groups():
         dist.broadcast(flat, group=group, group_src=0)
     received = torch.split(flat, [row.numel() for row in rows])

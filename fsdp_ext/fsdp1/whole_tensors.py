@@ -56,10 +56,8 @@ def whole_copy(sharded: DTensor) -> torch.Tensor:
 def _where_its_group_sends(sharded: DTensor) -> DTensor:
     """Return a shard on the device from which its process groups gather."""
     mesh, local = sharded.device_mesh, sharded.to_local()
-    kind = gathering_device(mesh.get_all_groups(), mesh.device_type)
-    if local.device.type == kind:
-        return sharded
-    return _spread_like(sharded, local.to(kind))
+    device = gathering_device(mesh.get_all_groups(), mesh.device_type, local)
+    return sharded if local.device == device else _spread_like(sharded, local.to(device))
 
 
 def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:

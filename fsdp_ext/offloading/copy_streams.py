@@ -18,8 +18,9 @@ class CopyStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._in = self._module.Stream()
-        self._back = self._module.Stream()
+        # Not on the current device, which may be another one.
+        self._in = self._module.Stream(device)
+        self._back = self._module.Stream(device)
 
     def copy_in(self, portion: Portion) -> None:
         """Copy states to the device, once earlier ones have left the staging tensor."""
@@ -29,11 +30,11 @@ class CopyStreams:
 
     def wait_for_copy_in(self) -> None:
         """Let the current stream wait for the copies to the device so far."""
-        self._module.current_stream().wait_stream(self._in)
+        self._module.current_stream(self._device).wait_stream(self._in)
 
     def copy_back(self, portion: Portion) -> None:
         """Copy states to the host, once the current stream has stepped them."""
-        self._back.wait_stream(self._module.current_stream())
+        self._back.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._back):
             portion.host.copy_(portion.device, non_blocking=True)
 
@@ -45,7 +46,7 @@ class CopyStreams:
 
     def take_over(self) -> None:
         """Let copies wait for earlier work that used the memory of the new staging tensors."""
-        self._in.wait_stream(self._module.current_stream())
+        self._in.wait_stream(self._module.current_stream(self._device))
 
     def check_not_captured(self) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -57,7 +57,7 @@ class Portion:
                 )
         sizes = [-(-local_of(value).nbytes // _ALIGNMENT) * _ALIGNMENT for value in old]
         pins = torch.cuda.is_available()
-        self.host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
+        self.host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pins)
         self.on_host = self._views(self.host, old)
         self.leave()
         for new, value in zip(self.on_host, old, strict=True):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from fsdp_ext import _C
+from fsdp_ext.comm.transports import device_of
 from fsdp_ext.optim.owned_matrices import OwnedMatrices, ShardedMatrix
 from fsdp_ext.optim.state_entries import local_of, over
 
@@ -132,7 +133,7 @@ class _Matrices:
         self._owned = [
             (
                 [i for i, _ in found],
-                OwnedMatrices([each for _, each in found], ranks, torch.device(device), _DTYPE),
+                OwnedMatrices([each for _, each in found], ranks, device, _DTYPE),
             )
             for (ranks, device), found in by_ranks.items()
         ]
@@ -172,7 +173,7 @@ class _Matrices:
 
 def _sharding_of(
     param: Any,
-) -> tuple[tuple[dist.ProcessGroup, str], ShardedMatrix] | None:
+) -> tuple[tuple[dist.ProcessGroup, torch.device], ShardedMatrix] | None:
     """Return the ranks that shard a matrix along one dimension; None if it is spread otherwise."""
     if not isinstance(param, DTensor):
         return None
@@ -189,4 +190,4 @@ def _sharding_of(
     group = mesh.get_group(mesh_dim)
     if matrix.shapes(group.size())[group.rank()] != tuple(local_of(param).shape):
         return None
-    return (group, mesh.device_type), matrix
+    return (group, device_of(mesh.device_type, param)), matrix

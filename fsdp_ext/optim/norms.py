@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext.comm.transports import device_of
 from fsdp_ext.optim.collectives import explaining_errors
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.root.unit import Unit
@@ -34,11 +35,11 @@ class NormRanks:
 
     Args:
         groups: one for each dimension of a mesh that shards; none if each rank has it whole.
-        device_type: the device on which the groups reduce.
+        device: the device on which the groups reduce.
     """
 
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    device_type: str = "cpu"
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device
 
     @classmethod
     def of(cls, param: Any, owners: dict[nn.Parameter, Unit], caller: str) -> NormRanks:
@@ -47,15 +48,15 @@ class NormRanks:
             # Not is_shard(), which is false for _StridedShard.
             dims = [i for i, spread in enumerate(param.placements) if not spread.is_replicate()]
             groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
-            return cls(groups, mesh.device_type)
+            return cls(groups, device_of(mesh.device_type, param))
         if is_flat(param):
             if param not in owners:
                 raise RuntimeError(
                     f"{caller} got a flat parameter whose wrapper no longer exists. Pass the "
                     "parameters of the wrapped model."
                 )
-            return cls((owners[param].ranks.shard_group,), owners[param].device.type)
-        return cls(device_type=param.device.type)
+            return cls((owners[param].ranks.shard_group,), owners[param].device)
+        return cls((), param.device)
 
 
 def norms_of(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -77,7 +78,7 @@ def total_norm(
     is_max = norm_type == math.inf
     parts = []
     for ranks, own in norms.items():
-        part = torch.zeros((), dtype=dtype, device=ranks.device_type)
+        part = torch.zeros((), dtype=dtype, device=ranks.device)
         if own:
             together = torch.cat([each.to(part.device) for each in own])
             norm = torch.linalg.vector_norm(together, norm_type)

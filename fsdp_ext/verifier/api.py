@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_ext._util.losses import resolve_loss
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.comm.transports import resolve_transport
+from fsdp_ext.comm.transports import device_of, resolve_transport
 from fsdp_ext.planner.units import Units
 from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.verifier import arguments, checks
@@ -130,7 +130,7 @@ def verify(
         loss=loss,
         unit_names=arguments.names_of_units(model, units),
         settings=settings,
-        device=torch.device("cpu") if mesh is None else of_sharding.device_of(mesh),
+        device=torch.device("cpu") if mesh is None else device_of(mesh.device_type),
     )
     arguments.check_copy(subject)
     with random_state_kept():

@@ -123,13 +123,6 @@ def check_device_type(device_type: str) -> None:
         )
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device: for CUDA, the current one."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 def check_types(
     mesh: object, mp_policy: object, ignored_params: object, shard_placement_fn: object
 ) -> None:

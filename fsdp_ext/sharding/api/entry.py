@@ -15,13 +15,12 @@ from torch.distributed.utils import _get_root_modules
 
 from fsdp_ext.comm.rendezvous import announce_process
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.comm.transports import resolve_transport
+from fsdp_ext.comm.transports import device_of, resolve_transport
 from fsdp_ext.sharding.api.arguments import (
     ParamsOnMesh,
     check_containers,
     check_modules,
     check_types,
-    device_of,
     ensure_process_group,
     resolve_bucket_bytes,
     resolve_check_every,
@@ -295,7 +294,7 @@ def _unit_on_mesh(
         settings.transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
     for group in ranks.groups:
         announce_process(group)
-    device = device_of(ranks.mesh)
+    device = device_of(ranks.mesh.device_type)
     return Unit(modules, on_mesh.params, on_mesh.shard_dims, ranks, device, settings)
 
 

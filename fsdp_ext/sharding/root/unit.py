@@ -302,7 +302,7 @@ class Unit(ParamGroup):
                 else "which have to be on one device. Move them by module.to(device)"
             )
             raise RuntimeError(f"unit '{self.name}' has parameters on {sorted(devices)}, {advice}.")
-        device = torch.device(devices.pop()) if devices else self.shard_device
+        device = next((param.local.device for param in self.params), self.shard_device)
         if self.settings.offloads and device.type not in ("cpu", "meta"):
             if loading:
                 return True  # as by FSDP2: the module may be moved to the host before it is used
