@@ -207,7 +207,6 @@ class Lanes:
     def process_group(
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
-        exchange_group: dist.ProcessGroup,
         timeout: float,
         *,
         ranks: Sequence[int],

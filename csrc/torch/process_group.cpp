@@ -6,8 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,7 +13,6 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/text.h"
 #include "comm/messages/composed.h"
 #include "device/host_stream.h"
 #include "torch/backend_messages.h"
@@ -24,24 +21,15 @@
 namespace fsdp {
 namespace {
 
-// The block that host_all_gather sends first: Note [exchange group].
-struct FirstBlock {
-  std::uint64_t bytes;  // of the whole message
-  char what[120];
-  char content[128];
-};
-
 class ProcessGroupCommunicator final : public Communicator {
  public:
   ProcessGroupCommunicator(TransportTraits traits, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes,
-                           MessageStaging::Use use, std::unique_ptr<HostRanks> host)
+                           LaneGroup lanes, MessageStaging::Use use,
+                           std::unique_ptr<HostRanks> host)
       : Communicator(std::move(traits), group->getRank(), group->getSize()),
         group_(std::move(group)),
-        exchange_group_(exchange_group != nullptr ? std::move(exchange_group) : group_),
         lanes_(std::move(lanes)),
         backend_(group_->getBackend(c10::DeviceType::CPU)),
-        exchange_backend_(exchange_group_->getBackend(c10::DeviceType::CPU)),
         peers_read_(use == MessageStaging::Use::Gathers ? BufferUse::Output : BufferUse::Input) {
     if (this->traits().is_composed) {
       composed_ = std::make_unique<ComposedCollectives>(
@@ -106,7 +94,7 @@ class ProcessGroupCommunicator final : public Communicator {
       if (composed_ != nullptr) {
         composed_->all_gather(name, input, output, bytes);
       } else {
-        exchange(name.what, static_cast<const char*>(input), static_cast<char*>(output), bytes);
+        all_gather_now(*backend_, input, output, bytes);
       }
     });
   }
@@ -232,33 +220,6 @@ class ProcessGroupCommunicator final : public Communicator {
     return &*found;
   }
 
-  // See Note [exchange group].
-  void exchange(const std::string& what, const char* input, char* output, std::size_t bytes) {
-    const auto ranks = static_cast<std::size_t>(exchange_backend_->getSize());
-    FirstBlock mine{};
-    mine.bytes = bytes;
-    std::snprintf(mine.what, sizeof(mine.what), "%s", what.c_str());
-    const std::size_t first = std::min(bytes, sizeof(mine.content));
-    const std::size_t rest = bytes - first;
-    std::memcpy(mine.content, input, first);
-    std::vector<FirstBlock> blocks(ranks);
-    all_gather_now(*exchange_backend_, &mine, blocks.data(), sizeof(mine));
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      const FirstBlock& theirs = blocks[rank];
-      FSDP_CHECK(theirs.bytes == bytes, "this rank is in ", what, ", and rank ", rank, " is in ",
-                 text_in(theirs.what, sizeof(theirs.what)),
-                 ". Run the same units in the same order on every rank");
-      std::memcpy(output + rank * bytes, theirs.content, first);
-    }
-    if (rest > 0) {
-      std::vector<char> tails(ranks * rest);
-      all_gather_now(*exchange_backend_, input + first, tails.data(), rest);
-      for (std::size_t rank = 0; rank < ranks; ++rank) {
-        std::memcpy(output + rank * bytes + first, tails.data() + rank * rest, rest);
-      }
-    }
-  }
-
   // torch 2.15 renamed these methods.
   static void all_gather_now(c10d::Backend& backend, const void* input, void* output,
                              std::size_t bytes) {
@@ -284,11 +245,9 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  c10::intrusive_ptr<c10d::ProcessGroup> exchange_group_;
   LaneGroup lanes_;
   Mailbox* published_ = nullptr;  // this lane in lanes_.published
   c10::intrusive_ptr<c10d::Backend> backend_;
-  c10::intrusive_ptr<c10d::Backend> exchange_backend_;
   BufferUse peers_read_;  // what the collectives of this lane let the ranks of this host read
   std::unique_ptr<ComposedCollectives> composed_;  // null if the backend has no messages
   std::atomic<bool> aborted_{false};
@@ -307,8 +266,7 @@ TransportTraits process_group_traits(bool has_messages) {
 }
 
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes, MessageStaging::Use use,
+    c10::intrusive_ptr<c10d::ProcessGroup> group, LaneGroup lanes, MessageStaging::Use use,
     bool groups_one_by_one, std::unique_ptr<HostRanks> host) {
   TransportTraits traits = process_group_traits(
       group->getSize() > 1 && has_messages(*group->getBackend(c10::DeviceType::CPU)));
@@ -317,8 +275,7 @@ std::unique_ptr<Communicator> make_process_group_communicator(
     traits.hosts = host->map().hosts();
   }
   return std::make_unique<ProcessGroupCommunicator>(std::move(traits), std::move(group),
-                                                    std::move(exchange_group), std::move(lanes),
-                                                    use, std::move(host));
+                                                    std::move(lanes), use, std::move(host));
 }
 
 }  // namespace fsdp

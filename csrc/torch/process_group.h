@@ -28,17 +28,10 @@ struct LaneGroup {
 // `groups_one_by_one` the communicator claims that it can group collectives, so that tests cover
 // the direct plan (Note [gather plans]).
 //
-// Note [exchange group]
-// host_all_gather is composed of messages if the backend has them, so ranks that differ learn it at
-// once. Otherwise it runs on `exchange_group`, or on `group` if that is null. It sends a block of a
-// fixed size first, because backends may end the process if a message is larger than the one they
-// expect.
-//
 // `host` has the ranks that share memory with this one: Note [groups that span hosts]. Null: there
 // are none, or the backend has no messages.
 std::unique_ptr<Communicator> make_process_group_communicator(
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    c10::intrusive_ptr<c10d::ProcessGroup> exchange_group, LaneGroup lanes, MessageStaging::Use use,
+    c10::intrusive_ptr<c10d::ProcessGroup> group, LaneGroup lanes, MessageStaging::Use use,
     bool groups_one_by_one, std::unique_ptr<HostRanks> host);
 
 }  // namespace fsdp

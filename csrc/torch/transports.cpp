@@ -141,7 +141,6 @@ std::string exchange_messages(Lanes& lanes, const std::string& mine) {
 
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-                                                c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host) {
@@ -154,8 +153,8 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
   }
   const auto make = [&](c10::intrusive_ptr<c10d::ProcessGroup> of_lane, MessageStaging::Use use,
                         std::unique_ptr<HostRanks> host) {
-    return make_process_group_communicator(std::move(of_lane), exchange, group, use,
-                                           groups_one_by_one, std::move(host));
+    return make_process_group_communicator(std::move(of_lane), group, use, groups_one_by_one,
+                                           std::move(host));
   };
   auto gathers = make(std::move(gather), MessageStaging::Use::Gathers, std::move(on_host.gather));
   auto reductions =

@@ -25,7 +25,6 @@ TransportTraits usual_traits(const std::string& name, bool on_gpu);
 // the ranks that share memory with this one, or nothing.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-                                                c10::intrusive_ptr<c10d::ProcessGroup> exchange,
                                                 const GroupMembers& members,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host);

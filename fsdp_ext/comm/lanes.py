@@ -320,14 +320,12 @@ def _process_group_lanes(
     """
     timeout, backend = timeout_of(group, device), dist.get_backend(group)
     ranks = dist.get_process_group_ranks(group)
-    gather, reduce, exchange = (
-        _new_group(ranks, timeout, backend, lane, "the lanes")
-        for lane in ("gather", "reduce", "exchange")
+    gather, reduce = (
+        _new_group(ranks, timeout, backend, lane, "the lanes") for lane in ("gather", "reduce")
     )
     return _C.Lanes.process_group(
         gather,
         reduce,
-        exchange,
         (timeout + GRACE).total_seconds(),
         ranks=ranks,
         processes=processes_of(group),

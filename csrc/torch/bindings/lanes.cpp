@@ -161,20 +161,18 @@ void register_transports(LanesClass& bound) {
       .def_static(
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
-             c10::intrusive_ptr<c10d::ProcessGroup> reduce,
-             c10::intrusive_ptr<c10d::ProcessGroup> exchange, double timeout,
+             c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout,
              const std::vector<int>& ranks, const std::map<int, std::string>& processes,
              HostLanes* on_host, bool groups_one_by_one) {
             const int rank = ranks.at(static_cast<std::size_t>(gather->getRank()));
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            std::move(exchange), members_of(rank, ranks, processes),
+                                            members_of(rank, ranks, processes),
                                             milliseconds(timeout), groups_one_by_one,
                                             on_host != nullptr ? std::move(*on_host) : HostLanes());
           },
-          py::arg("gather_group"), py::arg("reduce_group"), py::arg("exchange_group"),
-          py::arg("timeout"), py::kw_only(), py::arg("ranks"),
-          py::arg("processes") = std::map<int, std::string>(), py::arg("on_host") = nullptr,
-          py::arg("groups_one_by_one") = false)
+          py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"), py::kw_only(),
+          py::arg("ranks"), py::arg("processes") = std::map<int, std::string>(),
+          py::arg("on_host") = nullptr, py::arg("groups_one_by_one") = false)
       .def_static(
           "inline",
           [](const py::object& collectives, int rank, const std::vector<int>& ranks,
