@@ -127,9 +127,15 @@ EDITS = (
         )
         for name, old in (
             ("the copy of states to the GPU", "self._in.wait_stream(self._back)"),
-            ("the step", "self._module.current_stream().wait_stream(self._in)"),
-            ("the copy of states back", "self._back.wait_stream(self._module.current_stream())"),
-            ("a new staging tensor", "self._in.wait_stream(self._module.current_stream())"),
+            ("the step", "self._module.current_stream(self._device).wait_stream(self._in)"),
+            (
+                "the copy of states back",
+                "self._back.wait_stream(self._module.current_stream(self._device))",
+            ),
+            (
+                "a new staging tensor",
+                "self._in.wait_stream(self._module.current_stream(self._device))",
+            ),
             ("the host for copies of states to the GPU", "self._in.synchronize()"),
             ("the host for copies of states back", "self._back.synchronize()"),
         )
@@ -175,6 +181,11 @@ NOT_SEEN = {
     "core/gather/gatherer.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
     "core/gather/gatherer.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,
+    "core/gather/gatherer.cpp acquire_persistent_slot: "
+    "streams_.messages().wait(*bucket.gather.persistent_slot_->released,": (
+        "a bucket is gathered into its own slot once an iteration, or after its shards have "
+        "changed, and the stream follows the compute stream first"
+    ),
     "core/gather/gatherer.cpp acquire_slot: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
     ),
