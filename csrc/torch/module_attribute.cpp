@@ -51,6 +51,11 @@ bool ModuleAttribute::swap(PyObject* from, PyObject* to) const {
   return true;
 }
 
+bool ModuleAttribute::is(PyObject* value) const {
+  const py::object values = dict();
+  return !values.is_none() && PyDict_GetItemWithError(values.ptr(), name_.ptr()) == value;
+}
+
 void ModuleAttribute::put(PyObject* value) const {
   const py::object values = dict();
   if (!values.is_none() && PyDict_SetItem(values.ptr(), name_.ptr(), value) != 0) {

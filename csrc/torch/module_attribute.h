@@ -24,6 +24,8 @@ class ModuleAttribute {
   // Does nothing and returns true if the module was deleted. Needs the GIL. Throws python_error if
   // the module's __setattr__ raises.
   bool swap(PyObject* from, PyObject* to) const;
+  // Whether the attribute is `value`. Needs the GIL.
+  bool is(PyObject* value) const;
   // Sets the attribute without calling __setattr__. Needs the GIL.
   void put(PyObject* value) const;
 

@@ -29,7 +29,7 @@
 // without create_graph, or the next forward after an optimizer's step, reshards them. That backward
 // may itself read the parameters again, after it has passed their unit. So it reshards units with
 // reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
-// users see the sharded parameters if this backward has given them gradients.
+// the units keep their memory, and users see the sharded parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>

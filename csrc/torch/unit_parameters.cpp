@@ -99,7 +99,10 @@ void UnitParameters::show(bool unsharded, const std::string& unit) {
   try {
     for (; attribute != attributes_.cend(); ++attribute) {
       const std::size_t parameter = attribute->parameter();
-      FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), objects(unsharded, parameter)),
+      PyObject* const shown = objects(unsharded, parameter);
+      // torch.func.functional_call may have put the sharded one back behind forward.
+      FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), shown) ||
+                     (!unsharded && attribute->is(shown)),
                  "parameter '", layout_.params()[parameter].name, "' of unit '", unit,
                  "' was replaced after fully_shard. Change parameters in place, or through "
                  "load_state_dict or module.to().");

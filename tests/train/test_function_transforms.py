@@ -71,6 +71,30 @@ def test_transforms_over_a_model_are_those_of_fsdp2(transform: str) -> None:
     run_ranks(_transformed, 2, transform)
 
 
+def gradients_behind(system: Callable[..., Any], transform: str) -> list[tuple[str, Tensor | None]]:
+    """Return what users see of a backward's gradients after a transform."""
+    model, x = make(system), torch.ones(3, 4)
+    model(x).square().mean().backward()
+    TRANSFORMS[transform](model, x)
+    return [
+        (type(param).__name__, None if param.grad is None else whole(param.grad))
+        for param in model.parameters()
+    ]
+
+
+def _gradients_behind(transform: str) -> None:
+    ours = gradients_behind(fully_shard, transform)
+    for mine, theirs in zip(ours, gradients_behind(torch_fully_shard, transform), strict=True):
+        assert mine[0] == theirs[0]
+        assert str(mine[1]) == str(theirs[1])
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="as above")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_leave_gradients_where_fsdp2_does(transform: str) -> None:
+    run_ranks(_gradients_behind, 2, transform)
+
+
 SECOND: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hessian": lambda f, x: hessian(f)(x),
     "jvp of grad": lambda f, x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
@@ -156,6 +180,21 @@ def _vmap_inside_of_grad() -> None:
 
 def test_grad_of_vmap_needs_units_that_stay_unsharded() -> None:
     run_ranks(_vmap_inside_of_grad, 2)
+
+
+def _own_parameters() -> None:
+    x = torch.ones(2, 4)
+    grads = []
+    for system in (fully_shard, torch_fully_shard):
+        model = make(system)
+        for _ in range(2):
+            functional_call(model, dict(model.named_parameters()), (x,)).square().sum().backward()
+        grads.append([whole(p.grad) for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_model_may_be_called_with_its_own_parameters() -> None:
+    run_ranks(_own_parameters, 2)
 
 
 def weight_in_forward(layer: nn.Module) -> list[Tensor]:

@@ -401,7 +401,7 @@ void Pipeline::end_backward() try {
     ledger_.close(unit.computing, device_.compute_stream());
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.gather.is_speculative()) {
       gatherer_.reshard(unit);
-    } else if (unit.reshard_after_backward && backward_accumulates_ && !passes_.in_forward()) {
+    } else if (unit.reshard_after_backward && !passes_.in_forward()) {
       unit.gather.put_away(unit.port);
     }
   }
