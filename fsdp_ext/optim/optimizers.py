@@ -23,7 +23,8 @@ class SGD(FlatStep, torch.optim.SGD):
 
     Where PyTorch's fused code cannot step a group, the group steps as with ``foreach=True``, and a
     ``GradScaler`` is refused. This holds for bfloat16 and float16 parameters on the CPU, and with
-    dampening if parameters of the group get their first gradient after others.
+    dampening if parameters of the group get their first gradient after others. With dampening and
+    momentum, a ``GradScaler`` is also refused for the first step.
     """
 
     def _step(self, part: Any) -> None:
@@ -37,14 +38,17 @@ class SGD(FlatStep, torch.optim.SGD):
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
         if not group["fused"]:
             return found
-        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
-        some_are_new = 0 < sum(each is None for each in momentums) < len(momentums)
+        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all. A
+        # first step that a GradScaler skips would leave momentum that nobody has written.
+        is_scaled = getattr(self, "found_inf", None) is not None
+        new = sum(each is None for each in momentums)
+        some_are_new = new > 0 and (new < len(momentums) or is_scaled)
         if any(map(_loses_fused_updates, params)) or (some_are_new and group["dampening"] != 0):
-            if getattr(self, "grad_scale", None) is not None:
+            if is_scaled:
                 raise RuntimeError(
                     "fsdp_ext.optim.SGD got a GradScaler for parameters that PyTorch's fused code "
-                    "cannot step: bfloat16 or float16 on the CPU, or a first gradient in a later "
-                    "step than others of its group, with dampening. Pass foreach=True."
+                    "cannot step: bfloat16 or float16 on the CPU, or, with dampening, parameters "
+                    "without momentum yet. Pass foreach=True."
                 )
             vars(self).setdefault("_not_fused", []).append((group, group["foreach"]))
             group.update(foreach=True, fused=False)

@@ -605,6 +605,31 @@ def test_sgd_updates_low_precision_on_the_host_as_torchs_without_fused_code(
         fused.step()
 
 
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "unscaled"])
+def test_a_first_step_that_a_scaler_skips_leaves_no_momentum_of_its_own(scaled: bool) -> None:
+    params = []
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    for kind in (SGD, torch.optim.SGD):
+        param = torch.zeros(100, requires_grad=True)
+        optimizer = kind([param], lr=1.0, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for grad in (math.inf, 2.0, 2.0):
+            param.grad = torch.full((100,), grad)
+            if not scaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        params.append(param)
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(*params)
+    damped = SGD([torch.zeros(2, requires_grad=True)], lr=1.0, momentum=0.9, dampening=0.5)
+    damped.param_groups[0]["params"][0].grad = torch.ones(2)
+    damped.found_inf = torch.ones(())
+    with pytest.raises(RuntimeError, match=r"with dampening, parameters without momentum yet"):
+        damped.step()
+
+
 # - Clipping
 
 
