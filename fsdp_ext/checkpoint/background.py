@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
-from fsdp_ext.optim.flat_step import FlatStep
+from fsdp_ext.optim.flat_step import register_update_pre_hook
 from fsdp_ext.sharding.root.optimizer_hooks import is_captured
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
@@ -44,10 +45,14 @@ class Saving:
         self._may_run = threading.Event()
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="fsdp_ext checkpoint")
-        self._thread.start()
-        if staged is not None:
-            staged.register_hooks()
-        self._may_run.set()
+        self._is_begun = False
+        try:
+            self._thread.start()
+            if staged is not None:
+                staged.register_hooks()
+            self._is_begun = True
+        finally:  # also after an interrupt, since the interpreter waits for the thread
+            self._may_run.set()
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -104,6 +109,8 @@ class Saving:
     def _run(self) -> None:
         self._may_run.wait()  # so that Thread.start(), which waits for this, gets the GIL back
         try:
+            if not self._is_begun:
+                raise RuntimeError("async_save was interrupted before its thread began to write.")
             assert self._write is not None
             self._future.set_result(self._write())
         except BaseException as error:
@@ -155,12 +162,13 @@ class Staged:
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So a thread copies these after the
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
-    waits for the thread's copies before the optimizer's step, or before an attached optimizer steps
-    its first unit in backward. Wrappers such as accelerate's have no such hook. For them, the call
-    copies everything. So it does for optimizers whose step a CUDA graph has captured, because
-    replays run no hooks. Versions show whether anything else wrote to a tensor meanwhile. They are
-    compared before the step, or once everything is copied. A forward that moves shards (Note
-    [moving shards] in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
+    waits for the thread's copies before any optimizer's step, or before an attached optimizer steps
+    its first unit in backward. Any, because ``fsdp_ext.optim`` writes without changing versions.
+    Wrappers such as accelerate's may step without hooks. For them, the call copies everything. So
+    it does for optimizers whose step a CUDA graph has captured, because replays run no hooks.
+    Versions show whether anything else wrote to a tensor meanwhile. They are compared before the
+    step, or once everything is copied. A forward that moves shards (Note [moving shards] in
+    ``csrc/core/units/bucket.h``) waits until everything is copied, too.
 
     Args:
         model: the model.
@@ -207,15 +215,14 @@ class Staged:
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
         self._events: dict[torch.device, torch.cuda.Event] = {}
-        self._hooked = optimizers if defers else ()
+        self._defers = defers
         self._hooks: list[RemovableHandle] = []
 
     def register_hooks(self) -> None:
-        """Let the optimizers wait for the copies, once a thread is there to make them."""
-        for optimizer in self._hooked:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            if isinstance(optimizer, FlatStep):  # it may be attached
-                self._hooks.append(optimizer.register_update_pre_hook(self._before_step))
+        """Let optimizers wait for the copies, once a thread is there to make them."""
+        if self._defers:
+            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+            self._hooks.append(register_update_pre_hook(self._before_step))
 
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""

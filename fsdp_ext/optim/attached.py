@@ -61,7 +61,7 @@ def frees_gradients(unit: Unit) -> bool:
     update: Any = unit.settings.update  # functools.partial of FlatStep._step_in_backward
     if update is None:
         return False
-    stepped = {param for group in update.args[0].params for param in group}
+    stepped = update.args[0].own
     return all(entry.sharded in stepped for entry in unit.params if entry.requires_grad)
 
 

@@ -36,6 +36,19 @@ from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
+_update_pre_hooks: OrderedDict[int, Callable[[], Any]] = OrderedDict()
+
+
+def register_update_pre_hook(hook: Callable[[], Any]) -> RemovableHandle:
+    """Call ``hook`` before any attached optimizer steps a unit in backward.
+
+    Returns:
+        a handle that removes the hook.
+    """
+    handle = RemovableHandle(_update_pre_hooks)
+    _update_pre_hooks[handle.id] = hook
+    return handle
+
 
 class FlatStep(Optimizer):
     """Steps flat memory. Inherit from this class first, and then from PyTorch's optimizer.
@@ -87,7 +100,7 @@ class FlatStep(Optimizer):
                 "backward with scaled gradients. Call step() after backward instead of attaching "
                 "the optimizer."
             )
-        every: _Part = own.setdefault("_every", _Part(watches_all=True))
+        every: _Part = own.setdefault("_every", _Part())
         every.params = [group["params"] for group in self.param_groups]
         clipping = self._clipping_now
         if clipping is None:
@@ -149,14 +162,12 @@ class FlatStep(Optimizer):
                 if ``norm_type`` is not positive, if ``last_norm`` is passed without ``max_norm``,
                 or if a model was attached with other norms.
         """
-        groups = [group["params"] for group in self.param_groups]
-        units = units_to_attach(model, groups)
+        units = units_to_attach(model, [group["params"] for group in self.param_groups])
         clipping = self._clipping_by(max_norm, norm_type, last_norm)
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         updates = {}
         for unit, own in units.items():
-            part = _Part([[each for each in group if each in own] for group in groups])
-            updates[unit] = partial(self._step_in_backward, part)
+            updates[unit] = partial(self._step_in_backward, _Part(own))
         try:
             for unit, update in updates.items():
                 change([unit], update=update)
@@ -207,22 +218,11 @@ class FlatStep(Optimizer):
         """The clipping of the models that are attached and alive."""
         return vars(self).get("_clipping") if vars(self).get("_attached") else None
 
-    def register_update_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
-        """Call ``hook`` before backward steps a unit, after :meth:`attach`.
-
-        Returns:
-            a handle that removes the hook.
-        """
-        hooks = vars(self).setdefault("_update_pre_hooks", OrderedDict())
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
-
     def _step_in_backward(self, part: _Part) -> None:
-        for hook in list(vars(self).get("_update_pre_hooks", {}).values()):
+        for hook in list(_update_pre_hooks.values()):
             hook()
         before = part.groups
-        part.params += [[]] * (len(self.param_groups) - len(part.params))
+        part.follow([group["params"] for group in self.param_groups])
         self._step(part)
         for group in part.params:
             _C.remove_gradients(group)
@@ -260,16 +260,32 @@ class _Part:
     """Parameters that step together, with what was found in their last step.
 
     Args:
-        params: the parameters of each group.
-        watches_all: whether to compare all states of the optimizer with those of the last step.
-            That is faster for most of the parameters than looking up the states of each.
+        own: the parameters of a unit. None: the caller sets ``params``, to most of the optimizer's.
+
+    Attributes:
+        params: the parameters of each of the optimizer's groups.
+        groups: their runs.
     """
 
-    def __init__(self, params: list[list[Any]] | None = None, *, watches_all: bool = False) -> None:
-        self.params = params or []
+    def __init__(self, own: frozenset[Any] | None = None) -> None:
+        self.own = own
+        self.params: list[list[Any]] = []
         self.groups: list[_Group] = []
-        self._watches_all = watches_all
+        self._lists: list[list[Any]] = []  # the groups' own, and their lengths
+        self._lengths: list[int] = []
+        # For most of the parameters, comparing all states of the optimizer is faster than looking
+        # up the states of each.
+        self._watches_all = own is None
         self._noted: tuple[list[Any], list[Any]] = [], []  # the optimizer's states
+
+    def follow(self, lists: list[list[Any]]) -> None:
+        """Find a unit's parameters in the lists of the groups, if groups have changed."""
+        lengths = list(map(len, lists))
+        if _C.same_objects(lists, self._lists) and lengths == self._lengths:
+            return
+        assert self.own is not None
+        self.params = [[each for each in group if each in self.own] for group in lists]
+        self._lists, self._lengths = lists, lengths
 
     @property
     def is_cuda(self) -> bool:

@@ -20,11 +20,14 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fsdp_ext
 from fsdp_ext import checkpoint, optim
 from fsdp_ext.checkpoint import background, disk
 from fsdp_ext.checkpoint.snapshot import Snapshot
+from fsdp_ext.optim import flat_step
+from fsdp_ext.optim.flat_step import register_update_pre_hook
 
 
 class Stopped:
@@ -167,9 +170,8 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     state = [whole(value).clone() for value in model.state_dict().values()]
-    optimizer.register_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
-    if attached:
-        optimizer.register_update_pre_hook(go_on.set)
+    register_optimizer_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
+    register_update_pre_hook(go_on.set)
     optimizer.register_step_post_hook(lambda *_: order.append("stepped"))
     saving = checkpoint.async_save(place, model, optimizer)
     model(torch.randn(4, 2)).sum().backward()  # changes buffers, and steps what is attached
@@ -177,8 +179,7 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     optimizer.step()
     assert order == ["copied", "stepped"]
     saving.result()
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
-    assert not attached or len(optimizer._update_pre_hooks) == 1
+    assert len(flat_step._update_pre_hooks) == 1
     checkpoint.load(place, model, optimizer)
     for value, expected in zip(model.state_dict().values(), state, strict=True):
         assert torch.equal(whole(value), expected)
@@ -220,6 +221,46 @@ def _forward_waits_before_it_moves_shards(place: Path) -> None:
 
 def test_a_forward_that_moves_shards_waits_for_copies(tmp_path: Path) -> None:
     run_ranks(_forward_waits_before_it_moves_shards, 2, tmp_path, fresh=True)
+
+
+def _another_optimizer_steps(place: Path) -> None:
+    copied, go_on = Snapshot.copied, threading.Event()
+
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        return copied(snapshot, memory)
+
+    Snapshot.copied = copied_late
+    model = fsdp_ext.fully_shard(nn.Linear(2, 2))
+    saved, other = (optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    model(torch.ones(1, 2)).sum().backward()
+    expected = model.weight.full_tensor()
+    saving = checkpoint.async_save(place, model, saved)
+    threading.Timer(0.3, go_on.set).start()
+    other.step()
+    saving.result()
+    checkpoint.load(place, model, saved)
+    assert torch.equal(model.weight.full_tensor(), expected)
+
+
+def test_the_step_of_another_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
+    run_ranks(_another_optimizer_steps, 1, tmp_path, fresh=True)
+
+
+def test_an_interrupted_call_writes_nothing(tmp_path: Path) -> None:
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Linear(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background.Staged, "register_hooks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.async_save(tmp_path, model)
+    threads = [each for each in threading.enumerate() if each.name == "fsdp_ext checkpoint"]
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert checkpoint.latest(tmp_path) is None
 
 
 def whole(value: Tensor) -> Tensor:

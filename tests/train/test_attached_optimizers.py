@@ -269,6 +269,14 @@ def _groups_may_be_added() -> None:
     pair.train(3, left=lambda param: param.ndim == 1)
 
 
+def _groups_may_change_places() -> None:
+    pair = Pair(make=in_groups)
+    pair.train(2)
+    for optimizer in pair.optimizers:
+        optimizer.param_groups.reverse()
+    pair.train(2)
+
+
 def _gradients_of_others_are_stepped_by_step() -> None:
     """step() steps gradients that no backward has brought, as torch's state dicts need."""
     pair = Pair()
@@ -420,6 +428,7 @@ def _checked_steps() -> None:
         (_other_parameters_keep_their_gradients, 2),
         (_a_part_of_a_model, 2),
         (_groups_may_be_added, 2),
+        (_groups_may_change_places, 2),
         (_gradients_of_others_are_stepped_by_step, 2),
         (_optimizers_may_be_detached, 2),
         (_early_reductions_without_gradients, 2),
