@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -116,14 +117,15 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     """Return the parts that a rank may have to write, in the order of their memory.
 
     Ranks that have the same part of a sharded tensor share the work. Each decides by the tensor's
-    place in the order of names, which is the same on all of them. Tensors that are not sharded are
+    name alone, because ranks may have other tensors beside it. Tensors that are not sharded are
     returned on all ranks: see :func:`without_others`.
     """
     boxes: dict[str, Box] = {}
     known: KnownParts = {}
-    for number, name in enumerate(sorted(tensors)):
-        box = box_of(name, tensors[name], rank, world_size, known)
-        if box is not None and (not box.is_sharded or number % box.copies == box.copy):
+    for name, tensor in tensors.items():
+        box = box_of(name, tensor, rank, world_size, known)
+        is_own = box is not None and zlib.crc32(name.encode()) % box.copies == box.copy
+        if box is not None and (is_own or not box.is_sharded):
             boxes[name] = box
     return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
 

@@ -19,6 +19,7 @@ from fsdp_ext.checkpoint.boxes import without_others
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer, digest
+from fsdp_ext.comm.lanes import check_lanes
 
 FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
@@ -57,14 +58,20 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
         written: dict[str, Any] | Exception
         try:
             written = _write_files(snapshot, folder, ranks.rank, share_work)
+            if not same_names:
+                written["whole"] = snapshot.whole_names
+            # After an ended collective, queued kernels have computed with whatever was there.
+            check_lanes("cuda")
         except Exception as error:
             written = error
 
         def end(files: list[dict[str, Any]]) -> str:
             count = sum(of_rank["elements"] for of_rank in files)
             entries = [of_rank["files"] for of_rank in files]
-            if same_names and count > snapshot.elements:
-                count = _count_once(folder, entries)
+            if not same_names or count > snapshot.elements:
+                count = _count_once(
+                    folder, entries, [set(of_rank.get("whole", ())) for of_rank in files]
+                )
             if same_names and count != snapshot.elements:
                 raise ValueError(_wrong_count(count, snapshot.elements))
             write_index(folder, entries, snapshot.mesh)
@@ -88,26 +95,41 @@ def _are_equal(values: Sequence[str]) -> bool:
     return len(set(values)) == 1
 
 
-def _count_once(folder: Path, files: list[dict[str, Any]]) -> int:
+def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]) -> int:
     """Count the elements in all ranks' files. A part that several ranks wrote counts once.
 
     Tensor parallelism leaves some parameters whole. All of its ranks then write the same part,
     because the parameter's mesh has only the data-parallel ranks.
 
+    Args:
+        folder: the new checkpoint.
+        files: each rank's.
+        whole: the names of tensors that are not sharded, whose values may differ between ranks.
+
     Raises:
-        ValueError: if ranks wrote different values of the same part of a tensor.
+        ValueError: if tensors of one name differ, or if a tensor has too few or too many elements.
     """
-    known: dict[tuple[Any, ...], tuple[Part, int]] = {}
+    known: dict[tuple[str, str], dict[Any, tuple[Part, int]]] = {}
     for rank, of_rank in enumerate(files):
         for kind in of_rank.keys() - {"extra"}:
             name, size, header = of_rank[kind]
             for tensor, part in TensorFile(folder / name, size, header).parts.items():
-                first, other = known.setdefault(
-                    (kind, tensor, part.offset, part.shape), (part, rank)
-                )
-                if (first.dtype, first.checksums) != (part.dtype, part.checksums):
+                parts = known.setdefault((kind, tensor), {})
+                first, other = next(iter(parts.values()), (part, rank))
+                if (first.whole, first.dtype) != (part.whole, part.dtype):
                     raise ValueError(_different(tensor, other, rank))
-    return sum(math.prod(part.shape) for part, _ in known.values())
+                first, other = parts.setdefault((part.offset, part.shape), (part, rank))
+                is_whole = tensor in whole[rank] and tensor in whole[other]
+                if first.checksums != part.checksums and not is_whole:
+                    raise ValueError(_different(tensor, other, rank))
+    count = 0
+    for (_, tensor), parts in known.items():
+        found = sum(math.prod(part.shape) for part, _ in parts.values())
+        expected = math.prod(next(iter(parts.values()))[0].whole)
+        if found != expected:
+            raise ValueError(_wrong_count(found, expected, f"'{tensor}'"))
+        count += found
+    return count
 
 
 def _different(name: str, rank: int, other: int) -> str:
@@ -117,17 +139,17 @@ def _different(name: str, rank: int, other: int) -> str:
     )
 
 
-def _wrong_count(found: int, expected: int) -> str:
-    """Return the error for a total of all ranks' elements that differs from ``expected``."""
+def _wrong_count(found: int, expected: int, what: str = "the model and its optimizer") -> str:
+    """Return the error for a number of all ranks' elements that differs from ``expected``."""
     if found < expected:
         return (
-            f"checkpoint.save found {found} of the {expected} elements of the model and its "
-            "optimizer on these ranks. Pass a process_group= of all ranks of the model's meshes."
+            f"checkpoint.save found {found} of the {expected} elements of {what} on these ranks. "
+            "Pass a process_group= of all ranks of the model's meshes."
         )
     return (
-        f"checkpoint.save found {found} elements on these ranks, but the named tensors of the "
-        f"model and its optimizer have {expected}. Some ranks have tensors of one name that "
-        "overlap. Give them different names."
+        f"checkpoint.save found {found} elements of {what} on these ranks, but by their names and "
+        f"shapes there are {expected}. Some ranks have tensors of one name that overlap. Give them "
+        "different names."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,9 +90,10 @@ def content_of_optimizer(state: State) -> Content:
     groups = [
         {
             "names": group["names"],
-            "options": encode(group["options"], f"options of group {number}", of_options),
+            # Named by a parameter, since groups of other ranks may have the same number.
+            "options": encode(group["options"], f"options of {group['names'][:1]}", of_options),
         }
-        for number, group in enumerate(state["groups"])
+        for group in state["groups"]
     ]
     return Content(tensors | of_options, {"state": states, "groups": groups}, frozenset(tensors))
 
@@ -162,6 +164,12 @@ class Snapshot:
         }
         names, elements = self.names | other.names, self.elements + other.elements
         return Snapshot(kinds, names, elements, self.mesh or other.mesh)
+
+    @property
+    def whole_names(self) -> list[str]:
+        """The names of the tensors that are not sharded."""
+        boxes = chain.from_iterable(kind.boxes.items() for kind in self.kinds.values())
+        return [name for name, box in boxes if not box.is_sharded]
 
     @property
     def digests_of_names(self) -> tuple[str, str]:

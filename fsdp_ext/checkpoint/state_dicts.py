@@ -6,6 +6,7 @@ model, too: weights.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -143,7 +144,8 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
         state, names = _state_and_names(model, optimizer)
         groups, states = [], {}
         for group, of_group in zip(state["param_groups"], names, strict=True):
-            groups.append({**group, **next((options[n] for n in of_group if n in options), {})})
+            own: dict[str, Any] = next((options[n] for n in of_group if n in options), {})
+            groups.append({**group, **_new_options(own, group)})
             for key, name in zip(group["params"], of_group, strict=True):
                 if name in saved["state"]:
                     states[key] = saved["state"][name]
@@ -151,6 +153,15 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
         if _is_flat(optimizer):
             loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loadable)
         optimizer.load_state_dict(loadable)
+
+
+def _new_options(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """Return options for a group alone. Tensors go to the device of those that it has now."""
+    options = copy.deepcopy(saved)
+    for key, now in group.items():
+        if isinstance(now, torch.Tensor) and isinstance(options.get(key), torch.Tensor):
+            options[key] = options[key].to(now.device)
+    return options
 
 
 def parameters_of(

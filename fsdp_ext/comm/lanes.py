@@ -278,11 +278,12 @@ def _clear_at_exit() -> None:
     atexit.register(_lanes.clear)  # handlers run in the opposite order
 
 
-def check_lanes() -> None:
-    """Raise RuntimeError if a collective of any model has failed since the last check."""
+def check_lanes(device_type: str | None = None) -> None:
+    """Raise RuntimeError if a collective of any model has failed, on devices of this type."""
     for of_group in list(_lanes.values()):  # ranks that are threads may add theirs meanwhile
-        for lanes in list(of_group.values()):
-            lanes.check()
+        for (device, *_), lanes in list(of_group.items()):
+            if device_type in (None, device.type):
+                lanes.check()
 
 
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:

@@ -194,6 +194,55 @@ def test_ranks_with_different_tensors_of_one_name_are_told(tmp_path: Path) -> No
     run_ranks(_of_own_experts, 4, tmp_path)
 
 
+def _beside_uneven_experts(place: Path) -> None:
+    """One of two replicas has another tensor in front of those that they share."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.ModuleDict({"shared": Net(), f"expert{rank}": nn.Linear(2, 2)})
+    if rank == 0:
+        model["a"] = nn.Linear(2, 2)
+    fsdp_ext.fully_shard(model["shared"], mesh=mesh)
+    with torch.no_grad():
+        expected = [param.full_tensor().clone() for param in model["shared"].parameters()]
+    checkpoint.save(place, model)
+    with torch.no_grad():
+        for param in model["shared"].parameters():
+            param.zero_()
+    checkpoint.load(place, model, strict=False)
+    assert all(map(torch.equal, map(whole_of, model["shared"].parameters()), expected))
+
+
+def whole_of(param: Any) -> Tensor:
+    whole: Tensor = param.full_tensor()
+    return whole
+
+
+def test_replicas_may_have_other_tensors_beside_shared_ones(tmp_path: Path) -> None:
+    run_ranks(_beside_uneven_experts, 2, tmp_path)
+
+
+def _of_other_shapes(place: Path, name: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shard"))["shard"]
+    model = nn.Module()
+    model.layer = fsdp_ext.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    if name == "queue":
+        model.register_buffer("queue", torch.zeros(3 + rank))
+    elif rank == 0:
+        model.more = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.layer.weight.fill_(0.0 if name == "queue" else 1.0 + rank)
+        model.layer.bias.zero_()
+    with pytest.raises((ValueError, checkpoint.OtherRanksError), match=f"one name, '{name}'"):
+        checkpoint.save(place, model)
+    assert checkpoint.latest(place) is None
+
+
+@pytest.mark.parametrize("name", ["queue", "layer.weight"])
+def test_other_names_hide_no_difference(tmp_path: Path, name: str) -> None:
+    run_ranks(_of_other_shapes, 2, tmp_path, name)
+
+
 def _without_elements(place: Path) -> None:
     model = nn.Module()
     for name in ("a", "b", "c", "d"):
@@ -263,6 +312,27 @@ def _stages_with_options_of_their_own(place: Path) -> None:
     optimizer.param_groups[0]["lr"] = 5.0
     checkpoint.load(place, model, optimizer, strict=False)
     assert optimizer.param_groups[0]["lr"] == 0.1 + rank
+
+
+def _stages_with_rates_that_are_tensors(place: Path) -> None:
+    rank = dist.get_rank()
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5 + rank))
+    checkpoint.save(place, model, optimizer)
+    params = list(model.parameters())
+    rates = [torch.tensor(5.0) for _ in params]
+    optimizer = torch.optim.AdamW(
+        [{"params": [param], "lr": rate} for param, rate in zip(params, rates, strict=True)]
+    )
+    checkpoint.load(place, model, optimizer, strict=False)
+    for number, group in enumerate(optimizer.param_groups):
+        assert group["lr"] == (0.5 + rank) / 2**number
+        for other in optimizer.param_groups[number + 1 :]:
+            other["lr"].mul_(0.5)  # as schedulers do
+
+
+def test_each_group_gets_a_rate_of_its_own(tmp_path: Path) -> None:
+    run_ranks(_stages_with_rates_that_are_tensors, 2, tmp_path)
 
 
 def test_pipeline_stages_may_have_options_of_their_own(tmp_path: Path) -> None:
