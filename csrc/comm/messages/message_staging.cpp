@@ -13,6 +13,7 @@ constexpr std::size_t kMostInlineBytes = std::size_t{32} << 10;
 constexpr std::size_t kLeastInlineBytes = std::size_t{4} << 10;
 constexpr std::size_t kInlineBudget = std::size_t{1} << 20;  // for all peers together
 
+constexpr std::size_t kLargestElement = 8;  // bytes
 // A piece this small takes about as long on a fast wire as the calls that send it. The ring of
 // pieces takes kPieceBudget bytes where this limit allows it.
 constexpr std::size_t kMostPieceBytes = std::size_t{1} << 20;
@@ -22,12 +23,20 @@ constexpr std::size_t kPieceBudget = std::size_t{4} << 20;
 // ring.
 constexpr std::size_t kPieces = 8;
 
+// An all-reduce sends what is left after equal segments in first messages: less than an element for
+// each rank.
+std::size_t least_inline_bytes(int ranks) {
+  return std::max(kLeastInlineBytes,
+                  align_up(static_cast<std::size_t>(ranks) * kLargestElement, kCacheLine));
+}
+
 }  // namespace
 
 MessageStaging::MessageStaging(int ranks, Use use)
-    : inline_bytes(std::clamp(kInlineBudget / static_cast<std::size_t>(ranks), kLeastInlineBytes,
-                              kMostInlineBytes) /
-                   kCacheLine * kCacheLine),
+    : inline_bytes(
+          std::max(least_inline_bytes(ranks),
+                   std::min(kInlineBudget / static_cast<std::size_t>(ranks), kMostInlineBytes) /
+                       kCacheLine * kCacheLine)),
       first_bytes(kHeaderBytes + inline_bytes) {
   const auto peers = static_cast<std::size_t>(ranks - 1);
   piece_bytes = std::clamp(kPieceBudget / (kPiecesInFlight * std::max<std::size_t>(peers, 1)),

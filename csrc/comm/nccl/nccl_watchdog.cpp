@@ -77,16 +77,24 @@ void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
     captured_ = true;
     return;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  issued_ += 1;
-  Outstanding& newest = outstanding_[issued_ % outstanding_.size()];
-  if (newest.event == nullptr) {
-    newest.event = device_.new_event();
+  Outstanding* next = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    issued_ += 1;
+    next = &outstanding_[issued_ % outstanding_.size()];
+    next->pending = false;
   }
-  newest.number = issued_;
-  newest.behind = stream.behind().collectives[1 - lane_];
+  // Without the lock, which the watchdog needs: CUDA blocks here while the stream's queue is full.
+  if (next->event == nullptr) {
+    next->event = device_.new_event();
+  }
+  const std::uint32_t behind = stream.behind().collectives[1 - lane_];
   stream.add_collective(lane_, issued_);
-  stream.record(*newest.event);
+  stream.record(*next->event);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Outstanding& newest = *next;
+  newest.number = issued_;
+  newest.behind = behind;
   newest.what = what;
   newest.since = Clock::now();
   newest.pending = true;

@@ -86,7 +86,7 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
   std::memcpy(sent.get(), mine.data(), bytes);
   try {
     gather_from_all(label, sent.get(), of_group.get(), received.get(), bytes);
-    received_->synchronize(lanes_.device->timeout(), label);
+    wait_for_messages(label);
   } catch (...) {
     drain();  // it may still write here
     throw;
@@ -146,12 +146,21 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   gather_from_all(kExchange, message, of_group_.get(), all_.get(), message_bytes_);
 }
 
+// Throws if the collectives were aborted, which ends them without messages.
+void BackwardExchange::wait_for_messages(const std::string& label) {
+  received_->synchronize(lanes_.device->timeout(), label);
+  lanes_.gather.communicator().check();
+  if (replicas_ != nullptr) {
+    replicas_->gather.communicator().check();
+  }
+}
+
 // Waits for the messages of the last exchange and reads them, if that has not happened yet.
 void BackwardExchange::receive() {
   if (!is_in_flight_) {
     return;
   }
-  received_->synchronize(lanes_.device->timeout(), kExchange);
+  wait_for_messages(kExchange);
   is_in_flight_ = false;
   compare_hashes();
   std::fill(used_by_any_.begin(), used_by_any_.end(), 0);

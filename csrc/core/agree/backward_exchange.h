@@ -59,6 +59,7 @@ class BackwardExchange {
   };
 
   void send(const std::vector<std::unique_ptr<Unit>>& units);
+  void wait_for_messages(const std::string& label);
   void receive();
   void compare_hashes();
   [[noreturn]] void throw_difference(std::size_t other);
