@@ -77,6 +77,19 @@ struct GradientHook final : NotCompiled<torch::autograd::PostAccumulateGradHook>
   std::size_t trainable;
 };
 
+struct ShardedHook final : NotCompiled<torch::autograd::FunctionPreHook> {
+  explicit ShardedHook(std::weak_ptr<TorchUnit> unit) : unit(std::move(unit)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto of = unit.lock()) {
+      of->before_change_of_gradients();
+    }
+    return gradients;
+  }
+
+  std::weak_ptr<TorchUnit> unit;
+};
+
 // Each input has a node of its own, because PyTorch needs a view to be the first output of a node.
 struct InputNode : NotCompiled<Node> {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
@@ -297,6 +310,17 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> uni
                        std::size_t trainable) {
   torch::autograd::impl::set_post_acc_grad_hooks(
       parameter, std::make_unique<GradientHook>(std::move(unit), trainable));
+}
+
+void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit) {
+  auto& hooks = torch::autograd::impl::hooks(parameter);
+  for (const auto& hook : hooks) {
+    if (auto* const known = dynamic_cast<ShardedHook*>(hook.get())) {
+      known->unit = unit;
+      return;
+    }
+  }
+  hooks.push_back(std::make_unique<ShardedHook>(unit));  // add_hook refuses a second one
 }
 
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,

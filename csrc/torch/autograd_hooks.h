@@ -1,10 +1,12 @@
-// Three small objects through which backward calls the schedule. Autograd runs them in C++, without
-// the GIL.
+// Small objects through which backward calls the schedule. Autograd runs them in C++, without the
+// GIL.
 //
 //   PreBackwardHook     on the node behind a unit's output: backward reaches the unit
 //   GradientHook        on an unsharded parameter: its gradient has arrived
 //   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit; an
 //                       InputWatch puts it there
+//   ShardedHook         on a sharded parameter: autograd is about to add to its gradient, because
+//                       the loss uses the sharded parameter itself
 //
 // The first and the last own the model's C++ side until backward has passed them without keeping
 // the graph. So a backward works if its model was dropped, as it does for modules of torch.
@@ -75,6 +77,9 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Torch
 
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
+
+// Does nothing if the sharded parameter has the hook. The user's first hook removes it.
+void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit);
 
 // Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,

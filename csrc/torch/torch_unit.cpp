@@ -330,12 +330,12 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
                ". Remove the hook that converts its gradient.");
     at::Tensor gradient = std::move(arrived);
     arrived = at::Tensor();
-    if (!gradient.is_contiguous()) {
+    if (!gradient.is_contiguous() || gradient.is_neg()) {
       const at::NoGradGuard no_grad;
       if (gradient.is_cuda()) {  // its memory may be another stream's
         gradient.record_stream(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device()));
       }
-      gradient = gradient.contiguous();
+      gradient = gradient.resolve_neg().contiguous();
     }
     addresses[i] = gradient.data_ptr();
     taken->push_back(std::move(gradient));
@@ -434,6 +434,22 @@ void TorchUnit::set_sharded_gradient(std::size_t i) {
 void TorchUnit::begin_backward() {
   std::fill(got_gradient_.begin(), got_gradient_.end(), 0);  // of a backward that failed
   shown_.take_back_all(name_);
+  for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
+    const at::Tensor& owner = parameters_.gradient_owner(i);
+    if (owner.requires_grad() && owner.is_leaf()) {
+      ensure_sharded_hook(owner, weak_from_this());
+    }
+  }
+}
+
+void TorchUnit::before_change_of_gradients() {
+  if (const auto root = this->root()) {
+    const NoGilIfHeld no_gil;
+    Pipeline& pipeline = root->pipeline();
+    if (const Bucket* const bucket = pipeline.unit(number_).bucket) {
+      pipeline.reducer().wait_before_change(*bucket);
+    }
+  }
 }
 
 void TorchUnit::run_post_accumulate_hooks() {

@@ -125,6 +125,8 @@ class Reducer {
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
   // was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // The user or autograd is about to change the bucket's gradients on the compute stream.
+  void wait_before_change(const Bucket& bucket);
   // Waits for the bucket's reduction, after a forward or backward that failed.
   void settle(Bucket& bucket);
   // Drops all gradients that are not reduced yet, after a backward that failed.

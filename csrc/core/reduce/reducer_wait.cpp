@@ -39,6 +39,12 @@ void Reducer::wait_for_reduction(Bucket& bucket) {
   }
 }
 
+void Reducer::wait_before_change(const Bucket& bucket) {
+  if (bucket.reduction.is_pending_) {
+    wait_for_gradients(bucket);  // the end of backward still waits on its own stream
+  }
+}
+
 // The compute stream waits for gradients on the device. The host waits for offloaded gradients.
 void Reducer::wait_for_gradients(const Bucket& bucket) {
   if (bucket.layout.is_offloaded()) {
