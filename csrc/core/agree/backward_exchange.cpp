@@ -86,7 +86,8 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
   std::memcpy(sent.get(), mine.data(), bytes);
   try {
     gather_from_all(label, sent.get(), of_group.get(), received.get(), bytes);
-    wait_for_messages(label);
+    received_->synchronize(lanes_.device->timeout(), label);
+    check_communicators();
   } catch (...) {
     drain();  // it may still write here
     throw;
@@ -146,9 +147,8 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   gather_from_all(kExchange, message, of_group_.get(), all_.get(), message_bytes_);
 }
 
-// Throws if the collectives were aborted, which ends them without messages.
-void BackwardExchange::wait_for_messages(const std::string& label) {
-  received_->synchronize(lanes_.device->timeout(), label);
+// Collectives that were aborted have ended without messages.
+void BackwardExchange::check_communicators() {
   lanes_.gather.communicator().check();
   if (replicas_ != nullptr) {
     replicas_->gather.communicator().check();
@@ -160,7 +160,8 @@ void BackwardExchange::receive() {
   if (!is_in_flight_) {
     return;
   }
-  wait_for_messages(kExchange);
+  received_->synchronize(lanes_.device->timeout(), kExchange);
+  check_communicators();
   is_in_flight_ = false;
   compare_hashes();
   std::fill(used_by_any_.begin(), used_by_any_.end(), 0);
@@ -172,16 +173,29 @@ void BackwardExchange::receive() {
   }
 }
 
+// Gathers concern the ranks of one shard group, and reductions all ranks. For example, one replica
+// may evaluate more batches than another.
 void BackwardExchange::compare_hashes() {
+  const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
   for (std::size_t other = 0; other < size(); ++other) {
-    if (std::memcmp(message_of(other), message_of(0), sizeof(Hashes)) != 0) {
-      // Every rank finds the same first rank that differs from rank 0, so all ranks get here.
-      throw_difference(rank() == 0 ? other : 0);
+    const std::size_t first = other / group_size * group_size;
+    const bool gathers_differ = hashes_of(other).gather != hashes_of(first).gather;
+    const bool reductions_differ = hashes_of(other).reduce != hashes_of(0).reduce ||
+                                   hashes_of(other).all_reduce != hashes_of(0).all_reduce;
+    if (gathers_differ || reductions_differ) {
+      // Every rank finds the same two ranks, so all ranks get here.
+      throw_difference(other, gathers_differ ? first : 0, gathers_differ);
     }
   }
 }
 
-void BackwardExchange::throw_difference(std::size_t other) {
+BackwardExchange::Hashes BackwardExchange::hashes_of(std::size_t rank) const {
+  Hashes hashes;
+  std::memcpy(&hashes, message_of(rank), sizeof(hashes));
+  return hashes;
+}
+
+void BackwardExchange::throw_difference(std::size_t one, std::size_t another, bool gathers_differ) {
   struct Histories {
     CollectiveHistory::Records gather;
     CollectiveHistory::Records reduce;
@@ -193,18 +207,19 @@ void BackwardExchange::throw_difference(std::size_t other) {
   }
   std::string message(sizeof(Histories), 0);
   std::memcpy(message.data(), &mine, sizeof(Histories));
-  Histories others;
-  std::memcpy(&others, all_gather(kHistories, message)[other].data(), sizeof(Histories));
-  Hashes ours;
-  Hashes theirs;
-  std::memcpy(&ours, message_of(rank()), sizeof(ours));
-  std::memcpy(&theirs, message_of(other), sizeof(theirs));
+  const std::vector<std::string> all = all_gather(kHistories, message);
+  const std::size_t shown = rank() == one ? one : another;  // this rank, if it is one of the two
+  const std::size_t other = rank() == one ? another : one;
+  Histories of_shown;
+  Histories of_other;
+  std::memcpy(&of_shown, all[shown].data(), sizeof(Histories));
+  std::memcpy(&of_other, all[other].data(), sizeof(Histories));
   const auto describe = [&](const char* lane, CollectiveHistory::Records Histories::* records) {
-    return describe_difference(lane, static_cast<int>(rank()), mine.*records,
-                               static_cast<int>(other), others.*records);
+    return describe_difference(lane, static_cast<int>(shown), of_shown.*records,
+                               static_cast<int>(other), of_other.*records);
   };
-  throw RanksDiffer(ours.gather != theirs.gather ? describe("gather", &Histories::gather)
-                    : ours.reduce != theirs.reduce
+  throw RanksDiffer(gathers_differ ? describe("gather", &Histories::gather)
+                    : hashes_of(one).reduce != hashes_of(another).reduce
                         ? describe("reduce", &Histories::reduce)
                         : describe("all-reduce", &Histories::all_reduce));
 }

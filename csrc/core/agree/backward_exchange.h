@@ -59,10 +59,11 @@ class BackwardExchange {
   };
 
   void send(const std::vector<std::unique_ptr<Unit>>& units);
-  void wait_for_messages(const std::string& label);
+  void check_communicators();
   void receive();
   void compare_hashes();
-  [[noreturn]] void throw_difference(std::size_t other);
+  Hashes hashes_of(std::size_t rank) const;
+  [[noreturn]] void throw_difference(std::size_t one, std::size_t another, bool gathers_differ);
   void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);
   bool is_used(const Unit& unit, std::size_t bit) const;
   void resize(const std::vector<std::unique_ptr<Unit>>& units);

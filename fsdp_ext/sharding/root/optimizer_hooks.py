@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,17 +18,27 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import check_lanes
+from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.params.ownership import (
     goes_on_as,
     is_any_overwritten,
+    is_sharded,
     replaced_as,
     unsharded_name,
 )
 from fsdp_ext.sharding.params.unreduced import is_unreduced
 
-# How many parameters an optimizer had when it was checked. add_param_group() adds more, and
-# fully_shard may replace those that it has.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+class _Checked(NamedTuple):
+    """What was found of an optimizer. add_param_group() adds parameters, and fully_shard may
+    replace those that it has.
+    """
+
+    count: int  # of parameters
+    steps_shards: bool
+
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
 # Those whose step a CUDA graph has captured.
 _captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -64,7 +74,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "overwrite its result. Call step() outside, or pass writeback=False."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+    if (known := _checked.get(optimizer)) is not None and known.count == count:
         return
     _let_go_on(optimizer)
     for param in _params_of(optimizer):
@@ -81,7 +91,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 "forward and backward, so it would train nothing. Make the optimizer before "
                 "the first forward, or after reshard()."
             )
-    _checked[optimizer] = count
+    steps_shards = any(is_sharded(param) or is_flat(param) for param in _params_of(optimizer))
+    _checked[optimizer] = _Checked(count, steps_shards)
 
 
 def _check_gradients(
@@ -161,4 +172,6 @@ def _go_on(
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _C.note_optimizer_step()
+    # Others may step on some ranks alone, which would gather again what the other ranks still have.
+    if _checked.get(optimizer, _Checked(0, True)).steps_shards:
+        _C.note_optimizer_step()
