@@ -569,6 +569,20 @@ FAULTS = (
         "sharded",
         python=("fsdp1_optimizers",),
     ),
+    Fault(
+        "steps of optimizers without shards have units gathered again",
+        f"{SHARDING}/root/optimizer_hooks.py",
+        "_checked.get(optimizer, _Checked(0, True)).steps_shards",
+        "True",
+        python=("rare_programs",),
+    ),
+    Fault(
+        "a reduction overwrites what autograd adds to sharded gradients",
+        f"{TORCH}/torch_unit.cpp",
+        "owner.requires_grad() && owner.is_leaf()",
+        "false",
+        python=("rare_programs",),
+    ),
     # - Gathers ahead of forward, and attached optimizers
     Fault(
         "buckets change although gathers ahead of forward use the ring",
@@ -771,7 +785,7 @@ FAULTS = (
     Fault(
         "all replicas write all of their parts",
         f"{CHECKPOINT}/boxes.py",
-        "number % box.copies == box.copy",
+        "zlib.crc32(name.encode()) % box.copies == box.copy",
         "True",
         python=("meshes", "formats"),
     ),

@@ -394,6 +394,9 @@ std::vector<at::Tensor> accumulated_gradients(TorchRoot& root, int unit) {
 }
 
 void TorchRoot::apply(int unit, UnitSettings settings) {
+  if (passes().has_failed() && !passes().in_backward()) {
+    recover();
+  }
   const double before = pipeline_->unit(unit).pre_scale;
   const double now = settings.pre_scale;
   const bool scales_accumulated =

@@ -16,6 +16,7 @@ from support.gpu_cases import DIRECT, PACKED, losses_of, train_cases
 from support.launcher import run_ranks
 from support.models import Stack
 from torch import Tensor, nn
+from train import test_rare_programs
 
 from fsdp_ext import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, offload_optimizer
 
@@ -130,6 +131,12 @@ def _compare_conditioned() -> None:
 @pytest.mark.timeout(90)
 def test_a_slot_is_not_overwritten_while_a_stream_of_the_user_reads_it() -> None:
     run_ranks(_compare_conditioned, 2, timeout=80.0, device="cuda")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("loss", [test_rare_programs.penalised, test_rare_programs.embedded])
+def test_autograd_adds_to_sharded_gradients_behind_their_reduction(loss: Any) -> None:
+    run_ranks(test_rare_programs.compare, 2, loss, False, False, timeout=80.0, device="cuda")
 
 
 def _train(

@@ -59,15 +59,21 @@ class UnitTree:
         return module
 
     def module_names(self) -> list[list[str]]:
-        """Return the names of each unit's modules in the root module, whose own name is empty."""
+        """Return the names of each unit's modules in the root module, whose own name is empty.
+
+        A unit whose modules the user has removed keeps its name.
+        """
         names: dict[ParamGroup, list[str]] = {unit: [] for unit in self.units}
         for name, module in self.module.named_modules():
             for unit in groups_of(module):
                 names[unit].append(name)
-        return [names[unit] for unit in self.units]
+        return [names[unit] or [unit.name] for unit in self.units]
 
     def parents(self) -> list[int]:
-        """Return, for each unit, the number of the unit that encloses it; -1 for the root unit."""
+        """Return, for each unit, the number of the unit that encloses it; -1 for the root unit.
+
+        A unit whose modules the user has removed counts as the root's.
+        """
         parents: dict[int, int] = {}
 
         def visit(module: nn.Module, parent: int) -> None:
@@ -78,7 +84,7 @@ class UnitTree:
                 visit(child, parent)
 
         visit(self.module, -1)
-        return [parents[number] for number in range(len(self.units))]
+        return [parents.get(number, 0) for number in range(len(self.units))]
 
     def nesting(self) -> int:
         """Return how many units below the root enclose each other at most, or 1 if none are."""

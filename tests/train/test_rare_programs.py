@@ -1,0 +1,194 @@
+"""Programs that few write, with the results of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from support.parity import device, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_ext import fully_shard
+
+WIDTH = 64
+
+
+class Tied(nn.Module):
+    """Takes its embeddings from the rows of its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def penalty(model: nn.Module) -> Any:
+    total = sum(param.square().sum() for param in model.parameters())
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
+
+
+def penalised(model: Any, x: Tensor, hooked: bool) -> Tensor:
+    """Return a loss whose penalty comes first in the graph, so that backward reaches it last."""
+    if hooked:  # a hook of the user's replaces what fsdp_ext has put on the parameter
+        for param in model.parameters():
+            if not param._backward_hooks:
+                param.register_hook(lambda grad: grad)
+    own = 0.1 * penalty(model)
+    loss: Tensor = model(x).square().mean() + own
+    return loss
+
+
+def embedded(model: Any, x: Tensor, hooked: bool) -> Tensor:
+    weight = whole_weight(model.head.weight)
+    loss: Tensor = model(weight[x[:, 0].abs().long()]).square().mean()
+    return loss
+
+
+def whole_weight(weight: Any) -> Tensor:
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
+
+
+def gradients(
+    system: Callable[..., Any] | None, loss: Callable[..., Tensor], hooked: bool, **options: Any
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Tied().to(device())
+    if system is not None:
+        for module in (model.body, model.head, model):
+            system(module, **options)
+    seen = []
+    for step in range(3):
+        model.zero_grad()
+        for part in range(2):  # the second backward adds to gradients that are there
+            generator = torch.Generator().manual_seed(10 * step + part)
+            x = torch.randn(8, WIDTH, generator=generator).to(device())
+            loss(model, x, hooked).backward()
+        seen += [whole(param.grad).clone() for param in model.parameters()]
+    return seen
+
+
+def compare(loss: Callable[..., Tensor], hooked: bool, replicas: bool) -> None:
+    options = {}
+    if replicas:
+        options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    expected = gradients(None, loss, hooked)
+    for mine, want in zip(gradients(fully_shard, loss, hooked, **options), expected, strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize("replicas", [False, True], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(("loss", "hooked"), [(penalised, False), (penalised, True)])
+def test_a_penalty_on_weights_may_come_before_forward(
+    loss: Callable[..., Tensor], hooked: bool, replicas: bool
+) -> None:
+    run_ranks(compare, 2, loss, hooked, replicas)
+
+
+def test_a_weight_may_be_used_whole_before_forward() -> None:
+    run_ranks(compare, 2, embedded, False, False)
+
+
+class Conjugate(nn.Module):
+    """Its gradients have autograd's negative bit, because a complex number is conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imag = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.complex(self.real, self.imag).conj() * x).imag.sum()
+
+
+def _conjugated() -> None:
+    grads = []
+    for system in (fully_shard, torch_fully_shard):
+        model: Any = Conjugate()
+        system(model)
+        model(torch.ones(5, dtype=torch.complex64)).backward()
+        grads.append([whole(param.grad) for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert grads[0][1].item() == -5
+
+
+def test_gradients_with_the_negative_bit_keep_their_sign() -> None:
+    run_ranks(_conjugated, 2)
+
+
+def _one_rank_steps_a_probe() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    for layer in [*model, model]:
+        fully_shard(layer)
+    probe = nn.Linear(WIDTH, 2)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+    for step in range(4):
+        y = model(torch.ones(2, WIDTH))
+        if dist.get_rank() == 0 and step > 1:
+            probe(y.detach()).sum().backward()
+            optimizer.step()
+        y.sum().backward()
+
+
+def test_an_optimizer_of_another_model_may_step_on_one_rank() -> None:
+    run_ranks(_one_rank_steps_a_probe, 2)
+
+
+def _one_replica_evaluates_more() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh)
+    x = torch.ones(2, WIDTH)
+    for step in range(4):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        if mesh.get_local_rank("replicate") == 0 and step > 0:
+            with torch.no_grad():
+                model(x)
+            model.state_dict()
+
+
+def test_one_replica_may_evaluate_more_batches() -> None:
+    run_ranks(_one_replica_evaluates_more, 4)
+
+
+def _a_unit_is_removed() -> None:
+    model: Any = Tied()
+    for module in (model.body, model.head, model):
+        fully_shard(module)
+    x = torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    model.head = nn.Identity()
+    model.body.bias.requires_grad_(False)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model.body.bias.grad is None
+    assert model.body.weight.grad is not None
+
+
+def test_a_unit_may_be_removed_before_the_schedule_is_made_anew() -> None:
+    run_ranks(_a_unit_is_removed, 2)
+
+
+def _a_failed_forward_between_backwards() -> None:
+    model: Any = Tied()
+    for module in (model.body, model.head, model):
+        fully_shard(module)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+    model.body.set_gradient_divide_factor(3.0)
+
+
+def test_a_divide_factor_may_change_after_a_failed_forward() -> None:
+    run_ranks(_a_failed_forward_between_backwards, 2)
