@@ -87,6 +87,22 @@ def _released() -> None:
     assert loss.grad_fn is not None
 
 
+def _referred_to() -> None:
+    for refers in (weakref.ref, lambda model: model):
+        model = make_model()
+        for parameter in model.parameters():
+            parameter.model = refers(model)  # type: ignore[attr-defined]
+        model(torch.ones(4, 6)).sum().backward()
+        known = weakref.ref(model)
+        del model, parameter
+        gc.collect()
+        assert (known() is None) is (refers is weakref.ref)
+
+
+def test_a_parameter_may_refer_to_its_model_weakly() -> None:
+    run_ranks(_referred_to, 2, fresh=True)
+
+
 def test_after_backward_a_graph_keeps_nothing() -> None:
     run_ranks(_released, 2)
 

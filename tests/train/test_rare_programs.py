@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ext import fully_shard
+from fsdp_ext import fully_shard, register_fsdp_forward_method
 
 WIDTH = 64
 
@@ -177,6 +177,34 @@ def _a_unit_is_removed() -> None:
 
 def test_a_unit_may_be_removed_before_the_schedule_is_made_anew() -> None:
     run_ranks(_a_unit_is_removed, 2)
+
+
+class Sampler(Tied):
+    """Its method is a forward around forward, and uses parameters of the root unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    def sample(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self(x))
+        return result
+
+
+def _samples() -> None:
+    model: Any = Sampler()
+    fully_shard(model.body)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "sample")
+    x = torch.ones(2, WIDTH)
+    model.sample(x).sum().backward()
+    assert model.head.weight.grad is not None
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model.sample(x)
+    model.sample(x).sum().backward()
+
+
+def test_a_method_around_forward_needs_gradients() -> None:
+    run_ranks(_samples, 2)
 
 
 def _a_failed_forward_between_backwards() -> None:
