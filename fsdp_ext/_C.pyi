@@ -120,6 +120,8 @@ class FlatTensor:
     def part_of(
         flat: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor: ...
+    @staticmethod
+    def has_storage_of(tensor: torch.Tensor) -> bool: ...
 
 class ModuleAttribute:
     def __init__(

@@ -572,8 +572,9 @@ FAULTS = (
     Fault(
         "steps of optimizers without shards have units gathered again",
         f"{SHARDING}/root/optimizer_hooks.py",
-        "_checked.get(optimizer, _Checked(0, True)).steps_shards",
+        "steps_shards(optimizer)",
         "True",
+        within="    if steps_shards(optimizer):\n",
         python=("rare_programs",),
     ),
     Fault(
@@ -737,8 +738,8 @@ FAULTS = (
     Fault(
         "hooks before the update in backward do not run",
         f"{OPTIM}/flat_step.py",
-        "hook()",
-        within="            hook()\n",
+        "hook(self)",
+        within="            hook(self)\n",
         python=("async_save", "attached_optimizers"),
     ),
     Fault(
@@ -785,7 +786,7 @@ FAULTS = (
     Fault(
         "all replicas write all of their parts",
         f"{CHECKPOINT}/boxes.py",
-        "zlib.crc32(name.encode()) % box.copies == box.copy",
+        "number % box.copies == box.copy",
         "True",
         python=("meshes", "formats"),
     ),
@@ -861,8 +862,8 @@ FAULTS = (
     Fault(
         "steps do not wait for the copies of async_save",
         f"{CHECKPOINT}/background.py",
-        "staged.register_hooks()",
-        within="            staged.register_hooks()\n",
+        "saving.before_step(optimizer)",
+        within="        saving.before_step(optimizer)\n",
         python=("async_save",),
     ),
     Fault(
@@ -876,7 +877,7 @@ FAULTS = (
         "an error that result() has raised is raised again",
         f"{CHECKPOINT}/background.py",
         "self.is_reported = True",
-        within="        self.is_reported = True\n        self.remove_hooks()",
+        within="        self.is_reported = True\n        if error",
         python=("async_save",),
     ),
 )

@@ -228,6 +228,9 @@ class CudaStream final : public Stream {
   CudaStream& operator=(const CudaStream&) = delete;
 
   const std::string& name() const override { return name_; }
+  bool is_capturing() const override {
+    return capture_of(static_cast<cudaStream_t>(native_handle())) != 0;
+  }
   void* native_handle() const override;
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;

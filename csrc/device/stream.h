@@ -100,6 +100,9 @@ class Stream {
   // Collective `number` of `lane` was issued to this stream, and ends only if all ranks take part.
   virtual void add_collective(int /*lane*/, std::uint32_t /*number*/) {}
 
+  // Whether a CUDA graph captures it.
+  virtual bool is_capturing() const { return false; }
+
   // The hardware's own handle (a cudaStream_t), for implementations of the other seams.
   virtual void* native_handle() const { return nullptr; }
 };

@@ -78,7 +78,8 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Torch
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
 
-// Does nothing if the sharded parameter has the hook. The user's first hook removes it.
+// Puts a ShardedHook on the sharded parameter, or gives the one there this unit. Each backward
+// calls it, since the first hook that the user registers removes it.
 void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit);
 
 // Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.

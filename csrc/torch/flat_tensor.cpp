@@ -91,6 +91,10 @@ at::Tensor FlatTensor::part_of(const at::Tensor& flat, std::size_t offset,
   return view_of_storage(storage, 0, shape, dtype, flat.device());
 }
 
+bool FlatTensor::has_storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release;
+}
+
 at::Tensor FlatTensor::like(const at::Tensor& flat, std::shared_ptr<void> memory) {
   void* const data = memory.get();
   const auto storage = c10::make_intrusive<c10::StorageImpl>(

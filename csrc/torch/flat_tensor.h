@@ -32,6 +32,9 @@ class FlatTensor {
   static at::Tensor part_of(const at::Tensor& flat, std::size_t offset,
                             const std::vector<std::int64_t>& shape, at::ScalarType dtype);
 
+  // Whether a tensor shares the storage of a result of part_of.
+  static bool has_storage_of(const at::Tensor& tensor);
+
   // A tensor like `flat` over other memory.
   static at::Tensor like(const at::Tensor& flat, std::shared_ptr<void> memory);
 

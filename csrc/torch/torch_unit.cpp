@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "base/mix.h"
+#include "core/record/flight_recorder.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
 #include "torch/with_python.h"
@@ -446,8 +447,13 @@ void TorchUnit::before_change_of_gradients() {
   if (const auto root = this->root()) {
     const NoGilIfHeld no_gil;
     Pipeline& pipeline = root->pipeline();
-    if (const Bucket* const bucket = pipeline.unit(number_).bucket) {
-      pipeline.reducer().wait_before_change(*bucket);
+    const Bucket* const bucket = pipeline.unit(number_).bucket;
+    try {
+      if (bucket != nullptr) {
+        pipeline.reducer().wait_before_change(*bucket);
+      }
+    } catch (const Error& error) {
+      throw_with_flight_record(error, root->lanes(), nullptr);
     }
   }
 }

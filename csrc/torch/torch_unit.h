@@ -92,9 +92,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void begin_backward();
 
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
+  void run_post_accumulate_hooks();
   // Autograd is about to add to the gradient of a sharded parameter.
   void before_change_of_gradients();
-  void run_post_accumulate_hooks();
   // See UnitParameters::has_gradient_setting_changed.
   bool has_gradient_setting_changed(bool awaits_reduction) const;
   // Returns the flat gradient for the user: ShardedGradients::share.

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 from fsdp_ext.optim.flat_step import register_update_pre_hook
-from fsdp_ext.sharding.root.optimizer_hooks import is_captured
+from fsdp_ext.sharding.root.optimizer_hooks import is_captured, steps_shards
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
@@ -43,15 +42,20 @@ class Saving:
         self._future: Future[Path] = Future()
         self.is_reported = False  # whether the caller has been told how it ended
         self._may_run = threading.Event()
+        self._is_begun = False
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="fsdp_ext checkpoint")
-        self._is_begun = False
+
+    def begin(self) -> None:
+        """Start the thread. If an interrupt prevents that, the thread writes nothing."""
         try:
             self._thread.start()
-            if staged is not None:
-                staged.register_hooks()
             self._is_begun = True
-        finally:  # also after an interrupt, since the interpreter waits for the thread
+        except BaseException:
+            if self._staged is not None:
+                self._staged.abandon()
+            raise
+        finally:  # the interpreter waits for the thread
             self._may_run.set()
 
     def done(self) -> bool:
@@ -72,7 +76,6 @@ class Saving:
         self._check_process()
         error = self._future.exception(timeout)
         self.is_reported = True
-        self.remove_hooks()
         if error is not None:
             raise error
         return self._future.result()
@@ -90,14 +93,13 @@ class Saving:
     def error(self) -> BaseException | None:
         """Wait, and return the error of the save, unless ``result()`` has raised it."""
         error = self._future.exception()
-        self.remove_hooks()
         is_new, self.is_reported = not self.is_reported, True
         return error if is_new else None
 
-    def remove_hooks(self) -> None:
-        """Let optimizers step without waiting."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Wait for the copies of what the optimizer's step changes."""
         if self._staged is not None:
-            self._staged.remove_hooks()
+            self._staged.before_step(optimizer)
 
     def _check_process(self) -> None:
         if self._write is not None and os.getpid() != self._process:
@@ -133,8 +135,14 @@ _memory: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref
 def start(write: Callable[[], Path], staged: Staged | None) -> Saving:
     """Write in a thread."""
     _watch_process()
-    _running.append(Saving(write, staged))
-    return _running[-1]
+    saving = Saving(write, staged)
+    _running.append(saving)  # first, so that every step finds it
+    try:
+        saving.begin()
+    except BaseException:
+        _running.remove(saving)
+        raise
+    return saving
 
 
 def finish(*, wait: bool = True) -> None:
@@ -162,8 +170,9 @@ class Staged:
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So a thread copies these after the
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
-    waits for the thread's copies before any optimizer's step, or before an attached optimizer steps
-    its first unit in backward. Any, because ``fsdp_ext.optim`` writes without changing versions.
+    waits for the thread's copies before the step of any optimizer of shards, also before an
+    attached one steps its first unit in backward: ``fsdp_ext.optim`` writes without changing
+    versions.
     Wrappers such as accelerate's may step without hooks. For them, the call copies everything. So
     it does for optimizers whose step a CUDA graph has captured, because replays run no hooks.
     Versions show whether anything else wrote to a tensor meanwhile. They are compared before the
@@ -215,14 +224,7 @@ class Staged:
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
         self._events: dict[torch.device, torch.cuda.Event] = {}
-        self._defers = defers
-        self._hooks: list[RemovableHandle] = []
-
-    def register_hooks(self) -> None:
-        """Let optimizers wait for the copies, once a thread is there to make them."""
-        if self._defers:
-            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
-            self._hooks.append(register_update_pre_hook(self._before_step))
+        self._optimizers = optimizers
 
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""
@@ -259,12 +261,16 @@ class Staged:
         """Wait until everything is copied."""
         self._copied.wait()
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks. The thread must not, since the optimizer may iterate over them."""
-        for hook in self._hooks:
-            hook.remove()
+    def abandon(self) -> None:
+        """Let nobody wait for copies that will not be made."""
+        self._issued.set()
+        self._copied.set()
 
-    def _before_step(self, *_: object) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Wait for the copies, unless they are made or concern other parameters."""
+        is_own = any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)
+        if self._copied.is_set() or not is_own:
+            return
         if not self._streams:
             self._copied.wait()
             return
@@ -299,18 +305,25 @@ class Staged:
 def _watch_process() -> None:
     atexit.register(_report)
     os.register_at_fork(after_in_child=_forget)
+    register_optimizer_step_pre_hook(_before_step)
     _C.call_before_shards_move(_wait_for_copies)
 
 
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for saving in tuple(_running):
+        saving.before_step(optimizer)
+
+
+register_update_pre_hook(_before_step)
+
+
 def _wait_for_copies() -> None:
-    for saving in _running:
+    for saving in tuple(_running):
         saving.wait_for_copies()
 
 
 def _forget() -> None:
     """Wait for nothing in a child process, which has no such thread."""
-    for saving in _running:
-        saving.remove_hooks()
     _running.clear()
 
 

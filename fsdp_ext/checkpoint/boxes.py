@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -117,15 +119,17 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     """Return the parts that a rank may have to write, in the order of their memory.
 
     Ranks that have the same part of a sharded tensor share the work. Each decides by the tensor's
-    name alone, because ranks may have other tensors beside it. Tensors that are not sharded are
-    returned on all ranks: see :func:`without_others`.
+    place among the names of its mesh, which all ranks of the mesh have. Ranks may have different
+    tensors beside these. Tensors that are not sharded are returned on all ranks: see
+    :func:`without_others`.
     """
     boxes: dict[str, Box] = {}
     known: KnownParts = {}
-    for name, tensor in tensors.items():
-        box = box_of(name, tensor, rank, world_size, known)
-        is_own = box is not None and zlib.crc32(name.encode()) % box.copies == box.copy
-        if box is not None and (is_own or not box.is_sharded):
+    numbers: defaultdict[DeviceMesh | None, Iterator[int]] = defaultdict(count)
+    for name in sorted(tensors):
+        box = box_of(name, tensors[name], rank, world_size, known)
+        number = next(numbers[getattr(tensors[name], "device_mesh", None)])
+        if box is not None and (not box.is_sharded or number % box.copies == box.copy):
             boxes[name] = box
     return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
 

@@ -134,8 +134,8 @@ def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]
 
 def _different(name: str, rank: int, other: int) -> str:
     return (
-        f"ranks {rank} and {other} have different tensors of one name, '{name}', such as their own "
-        "experts. Give them different names."
+        f"ranks {rank} and {other} have different tensors of one name, '{name}', such as experts "
+        "or buffers of their own. Give them different names."
     )
 
 

@@ -15,7 +15,7 @@ next.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
 from fsdp_ext.optim.attached import units_to_attach
@@ -36,18 +35,12 @@ from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
-_update_pre_hooks: OrderedDict[int, Callable[[], Any]] = OrderedDict()
+_update_pre_hooks: list[Callable[[Optimizer], Any]] = []
 
 
-def register_update_pre_hook(hook: Callable[[], Any]) -> RemovableHandle:
-    """Call ``hook`` before any attached optimizer steps a unit in backward.
-
-    Returns:
-        a handle that removes the hook.
-    """
-    handle = RemovableHandle(_update_pre_hooks)
-    _update_pre_hooks[handle.id] = hook
-    return handle
+def register_update_pre_hook(hook: Callable[[Optimizer], Any]) -> None:
+    """Call ``hook`` before any attached optimizer steps a unit in backward, for good."""
+    _update_pre_hooks.append(hook)
 
 
 class FlatStep(Optimizer):
@@ -219,10 +212,10 @@ class FlatStep(Optimizer):
         return vars(self).get("_clipping") if vars(self).get("_attached") else None
 
     def _step_in_backward(self, part: _Part) -> None:
-        for hook in list(_update_pre_hooks.values()):
-            hook()
+        for hook in _update_pre_hooks:
+            hook(self)
         before = part.groups
-        part.follow([group["params"] for group in self.param_groups])
+        part.follow(self._lists_now(part))
         self._step(part)
         for group in part.params:
             _C.remove_gradients(group)
@@ -230,6 +223,22 @@ class FlatStep(Optimizer):
             # States were copied on the stream of the reduction. Backward must not get the memory of
             # the old ones before that.
             torch.cuda.current_stream().synchronize()
+
+    def _lists_now(self, part: _Part) -> list[list[Any]]:
+        """Return copies of the groups' lists of parameters; the same object until they change.
+
+        They are compared once a backward: when a part asks that has asked since the last time.
+        """
+        lists: tuple[list[list[Any]], set[_Part]] = vars(self).setdefault("_lists", ([], set()))
+        known, asked = lists
+        if not asked or part in asked:
+            asked.clear()
+            now = [group["params"] for group in self.param_groups]
+            if len(known) != len(now) or not all(map(_C.same_objects, known, now)):
+                known = list(map(list, now))
+                self._lists = known, asked
+        asked.add(part)
+        return known
 
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
@@ -271,21 +280,18 @@ class _Part:
         self.own = own
         self.params: list[list[Any]] = []
         self.groups: list[_Group] = []
-        self._lists: list[list[Any]] = []  # the groups' own, and their lengths
-        self._lengths: list[int] = []
+        self._lists: list[list[Any]] | None = None
         # For most of the parameters, comparing all states of the optimizer is faster than looking
         # up the states of each.
         self._watches_all = own is None
         self._noted: tuple[list[Any], list[Any]] = [], []  # the optimizer's states
 
     def follow(self, lists: list[list[Any]]) -> None:
-        """Find a unit's parameters in the lists of the groups, if groups have changed."""
-        lengths = list(map(len, lists))
-        if _C.same_objects(lists, self._lists) and lengths == self._lengths:
-            return
-        assert self.own is not None
-        self.params = [[each for each in group if each in self.own] for group in lists]
-        self._lists, self._lengths = lists, lengths
+        """Find a unit's parameters in the groups' lists, unless they are those of the last call."""
+        if lists is not self._lists:
+            own = self.own or frozenset()
+            self.params = [[each for each in group if each in own] for group in lists]
+            self._lists = lists
 
     @property
     def is_cuda(self) -> bool:

@@ -43,19 +43,21 @@ class NormRanks:
 
     @classmethod
     def of(cls, param: Any, owners: dict[nn.Parameter, Unit], caller: str) -> NormRanks:
+        unit = owners.get(param)
         if isinstance(param, DTensor):
             mesh = param.device_mesh
             # Not is_shard(), which is false for _StridedShard.
             dims = [i for i, spread in enumerate(param.placements) if not spread.is_replicate()]
             groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
-            return cls(groups, device_of(mesh.device_type, param))
+            device = device_of(mesh.device_type, param) if unit is None else unit.device
+            return cls(groups, device)
         if is_flat(param):
-            if param not in owners:
+            if unit is None:
                 raise RuntimeError(
                     f"{caller} got a flat parameter whose wrapper no longer exists. Pass the "
                     "parameters of the wrapped model."
                 )
-            return cls((owners[param].ranks.shard_group,), owners[param].device)
+            return cls((unit.ranks.shard_group,), unit.device)
         return cls((), param.device)
 
 

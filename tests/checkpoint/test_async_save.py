@@ -27,7 +27,6 @@ from fsdp_ext import checkpoint, optim
 from fsdp_ext.checkpoint import background, disk
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.optim import flat_step
-from fsdp_ext.optim.flat_step import register_update_pre_hook
 
 
 class Stopped:
@@ -171,7 +170,7 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     optimizer.step()
     state = [whole(value).clone() for value in model.state_dict().values()]
     register_optimizer_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
-    register_update_pre_hook(go_on.set)
+    flat_step._update_pre_hooks.insert(0, lambda _: go_on.set())
     optimizer.register_step_post_hook(lambda *_: order.append("stepped"))
     saving = checkpoint.async_save(place, model, optimizer)
     model(torch.randn(4, 2)).sum().backward()  # changes buffers, and steps what is attached
@@ -179,7 +178,6 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     optimizer.step()
     assert order == ["copied", "stepped"]
     saving.result()
-    assert len(flat_step._update_pre_hooks) == 1
     checkpoint.load(place, model, optimizer)
     for value, expected in zip(model.state_dict().values(), state, strict=True):
         assert torch.equal(whole(value), expected)
@@ -248,14 +246,19 @@ def test_the_step_of_another_optimizer_waits_for_the_copies(tmp_path: Path) -> N
 
 
 def test_an_interrupted_call_writes_nothing(tmp_path: Path) -> None:
-    def interrupted(_: Any) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
         raise KeyboardInterrupt
 
     model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background.Staged, "register_hooks", interrupted)
+        patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.async_save(tmp_path, model)
+            checkpoint.async_save(tmp_path, model, optimizer)
+    optimizer.step()  # it waits for nothing
     threads = [each for each in threading.enumerate() if each.name == "fsdp_ext checkpoint"]
     for thread in threads:
         thread.join(60)

@@ -103,6 +103,27 @@ def test_a_replay_comes_after_all_work_of_the_step_before_it() -> None:
     run_ranks(_replays_right_after_steps, 2, timeout=100.0, device="cuda")
 
 
+def _captured_after_units_stayed_unsharded() -> None:
+    """Slots that the warm-up stream has read are released within the capture."""
+    training = _Training({})
+    training.model.set_reshard_after_backward(False)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            training.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    graph.replay()
+
+
+@pytest.mark.timeout(120)
+def test_a_capture_may_release_what_the_warm_up_has_read() -> None:
+    run_ranks(_captured_after_units_stayed_unsharded, 2, timeout=100.0, device="cuda")
+
+
 def _changed_after_a_capture() -> None:
     training = _Training({"param_dtype": torch.bfloat16})
     for _ in range(WARMUP):

@@ -275,6 +275,10 @@ def _groups_may_change_places() -> None:
     for optimizer in pair.optimizers:
         optimizer.param_groups.reverse()
     pair.train(2)
+    for optimizer in pair.optimizers:  # parameters change places within lists of the same lengths
+        (first, second) = (group["params"] for group in optimizer.param_groups)
+        first[0], second[0] = second[0], first[0]
+    pair.train(2)
 
 
 def _gradients_of_others_are_stepped_by_step() -> None:

@@ -142,6 +142,28 @@ def test_an_optimizer_of_another_model_may_step_on_one_rank() -> None:
     run_ranks(_one_rank_steps_a_probe, 2)
 
 
+def _steps_local_tensors() -> None:
+    """An optimizer may hold the tensors in the DTensors."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in [*model, model]:
+        fully_shard(layer, reshard_after_forward=False)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    params: Any = list(model.parameters())
+    local = [param.to_local().detach() for param in params]
+    for tensor, param in zip(local, params, strict=True):
+        tensor.grad = param.grad.to_local()
+    optimizer = torch.optim.SGD(local, lr=1.0)
+    with torch.no_grad():
+        before = model(x)
+        optimizer.step()
+        assert not torch.equal(model(x), before)
+
+
+def test_an_optimizer_may_step_local_tensors() -> None:
+    run_ranks(_steps_local_tensors, 2)
+
+
 def _one_replica_evaluates_more() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))

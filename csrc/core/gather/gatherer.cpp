@@ -340,7 +340,9 @@ void Gatherer::retain_slot(Bucket& bucket) {
 void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
   Stream& compute = device_.compute_stream();
   for (void* const stream : slot.read_on) {
-    if (stream != compute.native_handle()) {
+    // Work from before a capture is done when the capture begins.
+    const bool is_earlier = device_.is_capturing() && !device_.stream_of(stream).is_capturing();
+    if (stream != compute.native_handle() && !is_earlier) {
       streams_.order_after(compute, device_.stream_of(stream), bucket.gather.source().label);
     }
   }

@@ -35,11 +35,11 @@ struct Slot {
   static constexpr int kNobody = -1;
 
   std::shared_ptr<void> memory;
-  std::size_t offset = 0;  // in the ring
-  std::size_t bytes = 0;   // 0: it has no memory now
-  int owner = kNobody;     // the bucket that uses it now
-  int contents = kNobody;  // the bucket whose parameters it contains
-  int users = 0;           // units of the owner that are gathering or unsharded here
+  std::size_t offset = 0;      // in the ring
+  std::size_t bytes = 0;       // 0: it has no memory now
+  int owner = kNobody;         // the bucket that uses it now
+  int contents = kNobody;      // the bucket whose parameters it contains
+  int users = 0;               // units of the owner that are gathering or unsharded here
   std::vector<void*> read_on;  // compute streams (native handles) that its users run on
   std::uint64_t released_at = 0;
   std::unique_ptr<Event> released;

@@ -33,7 +33,8 @@ void register_unit(py::module_& m) {
       .def(py::init<at::Tensor, const std::vector<at::Tensor>&>(), py::arg("flat"),
            py::arg("parts"))
       .def_static("part_of", &FlatTensor::part_of, py::arg("flat"), py::arg("offset"),
-                  py::arg("shape"), py::arg("dtype"));
+                  py::arg("shape"), py::arg("dtype"))
+      .def_static("has_storage_of", &FlatTensor::has_storage_of, py::arg("tensor"));
   py::class_<ModuleAttribute>(m, "ModuleAttribute")
       .def(py::init<py::object, py::str, std::size_t, bool, bool>(), py::kw_only(),
            py::arg("holder"), py::arg("name"), py::arg("parameter"), py::arg("is_plain"),

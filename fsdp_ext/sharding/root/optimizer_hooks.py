@@ -34,7 +34,7 @@ class _Checked(NamedTuple):
     replace those that it has.
     """
 
-    count: int  # of parameters
+    params: int  # how many
     steps_shards: bool
 
 
@@ -74,7 +74,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "overwrite its result. Call step() outside, or pass writeback=False."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if (known := _checked.get(optimizer)) is not None and known.count == count:
+    if (known := _checked.get(optimizer)) is not None and known.params == count:
         return
     _let_go_on(optimizer)
     for param in _params_of(optimizer):
@@ -91,8 +91,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 "forward and backward, so it would train nothing. Make the optimizer before "
                 "the first forward, or after reshard()."
             )
-    steps_shards = any(is_sharded(param) or is_flat(param) for param in _params_of(optimizer))
-    _checked[optimizer] = _Checked(count, steps_shards)
+    _checked[optimizer] = _Checked(count, any(map(_is_shard, _params_of(optimizer))))
 
 
 def _check_gradients(
@@ -171,7 +170,17 @@ def _go_on(
     group["params"][index] = sharded
 
 
+def _is_shard(param: Any) -> bool:
+    """Return whether this is a sharded parameter, or the local tensor of one."""
+    return is_sharded(param) or is_flat(param) or _C.FlatTensor.has_storage_of(param)
+
+
+def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps shards, as far as its last check tells."""
+    return _checked.get(optimizer, _Checked(0, True)).steps_shards
+
+
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Others may step on some ranks alone, which would gather again what the other ranks still have.
-    if _checked.get(optimizer, _Checked(0, True)).steps_shards:
+    if steps_shards(optimizer):
         _C.note_optimizer_step()
