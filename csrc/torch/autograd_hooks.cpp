@@ -24,7 +24,8 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-// A hook or a node that compiled autograd refuses, because it traces only those of Python.
+// A base of hooks and nodes. It refuses compiled autograd, which traces only what is written in
+// Python.
 template <typename Base>
 struct NotCompiled : Base {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*arguments*/) const override {

@@ -1,4 +1,4 @@
-// One unit's tensors, and what autograd's hooks do when backward reaches the unit.
+// One unit's tensors, and the work of its hooks in autograd's backward.
 //
 // Note [one pointer swap]
 // The unsharded parameters are views of one storage for the life of the unit. attach() points that
@@ -199,8 +199,8 @@ void note_optimizer_step();
 // this process, and the step of one rank must not make another one gather.
 void count_optimizer_steps_by_thread();
 
-// From now on, calls `function` before a shard moves. It waits for whoever still reads the old
-// memory, which is freed then.
+// Registers `function`, which is called before each move of a shard to other memory. It has to wait
+// until nothing reads the old memory any more, because that is freed afterwards.
 void call_before_shards_move(pybind11::object function);
 
 // Tells all roots that some module has another parameter or child. The next outermost forward calls

@@ -100,7 +100,7 @@ void UnitParameters::show(bool unsharded, const std::string& unit) {
     for (; attribute != attributes_.cend(); ++attribute) {
       const std::size_t parameter = attribute->parameter();
       PyObject* const shown = objects(unsharded, parameter);
-      // torch.func.functional_call may have put the sharded one back behind forward.
+      // torch.func.functional_call puts the sharded parameter back when forward has returned.
       FSDP_CHECK(attribute->swap(objects(!unsharded, parameter), shown) ||
                      (!unsharded && attribute->is(shown)),
                  "parameter '", layout_.params()[parameter].name, "' of unit '", unit,

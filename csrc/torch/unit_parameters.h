@@ -79,7 +79,7 @@ class UnitParameters {
     return has_flat_ && !trainable_.empty() ? 1 : trainable_.size();
   }
 
-  // Lets modules have the unsharded parameters, or the sharded ones: Note [registered parameters].
+  // Puts the unsharded or the sharded parameters into the modules: Note [registered parameters].
   // `unit` is the unit's name, for messages.
   void show(bool unsharded, const std::string& unit);
   // Freezes and unfreezes sharded parameters as the user did with the unsharded ones, and vice

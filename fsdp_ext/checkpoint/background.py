@@ -172,12 +172,11 @@ class Staged:
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
     waits for the thread's copies before the step of any optimizer of shards, also before an
     attached one steps its first unit in backward: ``fsdp_ext.optim`` writes without changing
-    versions.
-    Wrappers such as accelerate's may step without hooks. For them, the call copies everything. So
-    it does for optimizers whose step a CUDA graph has captured, because replays run no hooks.
-    Versions show whether anything else wrote to a tensor meanwhile. They are compared before the
-    step, or once everything is copied. A forward that moves shards (Note [moving shards] in
-    ``csrc/core/units/bucket.h``) waits until everything is copied, too.
+    versions. Wrappers such as accelerate's may step without hooks. For them, the call copies
+    everything. So it does for optimizers whose step a CUDA graph has captured, because replays run
+    no hooks. Versions show whether anything else wrote to a tensor meanwhile. They are compared
+    before the step, or once everything is copied. A forward that moves shards (Note [moving shards]
+    in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
 
     Args:
         model: the model.
@@ -268,8 +267,9 @@ class Staged:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Wait for the copies, unless they are made or concern other parameters."""
-        is_own = any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)
-        if self._copied.is_set() or not is_own:
+        if self._copied.is_set():
+            return
+        if not (any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)):
             return
         if not self._streams:
             self._copied.wait()

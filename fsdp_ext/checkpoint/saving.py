@@ -60,7 +60,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             written = _write_files(snapshot, folder, ranks.rank, share_work)
             if not same_names:
                 written["whole"] = snapshot.whole_names
-            # After an ended collective, queued kernels have computed with whatever was there.
+            # If a collective was aborted, the kernels behind it have computed with undefined data.
             check_lanes("cuda")
         except Exception as error:
             written = error

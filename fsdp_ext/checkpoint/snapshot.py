@@ -90,7 +90,7 @@ def content_of_optimizer(state: State) -> Content:
     groups = [
         {
             "names": group["names"],
-            # Named by a parameter, since groups of other ranks may have the same number.
+            # By the first parameter: other ranks may have another group under this number.
             "options": encode(group["options"], f"options of {group['names'][:1]}", of_options),
         }
         for group in state["groups"]

@@ -38,8 +38,8 @@ class SGD(FlatStep, torch.optim.SGD):
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
         if not group["fused"]:
             return found
-        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all. A
-        # first step that a GradScaler skips would leave momentum that nobody has written.
+        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
+        # It leaves the momentum uninitialised if a GradScaler skips the first step.
         is_scaled = getattr(self, "found_inf", None) is not None
         new = sum(each is None for each in momentums)
         some_are_new = new > 0 and (new < len(momentums) or is_scaled)

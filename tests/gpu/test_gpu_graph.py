@@ -35,6 +35,15 @@ class _Training:
         self.optimizer.step()
         return loss
 
+    def warm_up(self) -> None:
+        """Take steps on a stream of their own, as PyTorch asks for before a capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+
     def forward_and_backward(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model.loss(self.model(self.tokens))
@@ -56,12 +65,7 @@ def _captured_step(precision: dict[str, Any], **options: Any) -> None:
     expected = [eager.step().item() for _ in range(WARMUP + STEPS)][WARMUP:]
 
     training = _Training(precision, **options)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            training.step()
-    torch.cuda.current_stream().wait_stream(stream)
+    training.warm_up()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = training.step()
@@ -107,12 +111,7 @@ def _captured_after_units_stayed_unsharded() -> None:
     """Slots that the warm-up stream has read are released within the capture."""
     training = _Training({})
     training.model.set_reshard_after_backward(False)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            training.step()
-    torch.cuda.current_stream().wait_stream(stream)
+    training.warm_up()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         training.step()

@@ -67,7 +67,7 @@ class Gatherer {
   // Makes the compute stream wait for the gather and attaches the parameters. Returns whether there
   // was a gather to wait for.
   bool attach(Unit& unit);
-  // The compute stream reads the unit's parameters.
+  // Notes that the current compute stream reads the unit's parameters: Note [slot lifetime].
   void note_read(Unit& unit);
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);

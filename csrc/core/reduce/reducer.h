@@ -125,7 +125,8 @@ class Reducer {
   // Makes the compute stream, and the host if it has the gradients, wait for every reduction that
   // was issued so far.
   void wait(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  // The user or autograd is about to change the bucket's gradients on the compute stream.
+  // Makes the compute stream wait for the bucket's reduction, because autograd is about to add to
+  // the gradients.
   void wait_before_change(const Bucket& bucket);
   // Waits for the bucket's reduction, after a forward or backward that failed.
   void settle(Bucket& bucket);

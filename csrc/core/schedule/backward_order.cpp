@@ -134,8 +134,8 @@ bool BackwardOrder::is_recomputed(int unit) const {
 }
 
 // Returns how many steps backward has to take before it recomputes the checkpointed region that
-// contains this unit. Forward made their calls after the region. Returns 0 if backward is
-// recomputing now.
+// contains this unit. These steps are of calls that came after the region in forward. Returns 0 if
+// backward is recomputing now.
 std::size_t BackwardOrder::until_recomputation(int unit) const {
   std::size_t last = next_step_of(unit);
   while (last + 1 < steps_.size() && is_of_first_run(steps_[last + 1])) {

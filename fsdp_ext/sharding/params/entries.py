@@ -106,7 +106,7 @@ class GatherInput:
         self.shape_in_slot = torch.Size([ranks * rows, *row])
         self.shape_and_dtype_of_part = torch.Size([like.numel() * like.dtype.itemsize]), self.dtype
         self.shape = torch.Size([ranks * rows, row.numel() * like.dtype.itemsize])
-        # Empty until the unit is built.
+        # Both are empty tensors until the unit is built.
         self.part = torch.empty(0)  # then this rank's bytes in the flat shard
         self.output = torch.empty(0)  # then the gathered tensor, in a slot
 
