@@ -229,6 +229,10 @@ TEST(UnitLayout, ChunksOfSeveralRunsComeLastAndAreAlwaysPacked) {
   EXPECT_TRUE(joined.gather_plan(GatherBy::Parameter, part).direct.empty());
   EXPECT_THROW(layout.parts(Wire::Gather, 2 * 12 * sizeof(float) - 1), Error);
   EXPECT_EQ(layout.parts(Wire::Gather, 2 * 12 * sizeof(float)).size(), 3U);
+  const std::vector<LayoutPart> reductions = layout.parts(Wire::Reduce, 2 * 4 * sizeof(float));
+  ASSERT_EQ(reductions.size(), 5U);  // two rows of each of the others
+  EXPECT_FALSE(reductions[4].is_of_rows());
+  EXPECT_EQ(layout.reduce_plan(reductions[4]).pack.entries[0].runs, 3);
 }
 
 TEST(UnitLayout, FrozenParametersHaveNoPlaceInTheReduction) {

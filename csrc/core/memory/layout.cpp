@@ -222,6 +222,11 @@ std::vector<LayoutPart> UnitLayout::parts(Wire wire, std::size_t most_bytes) con
       bytes += more;
       continue;
     }
+    if (wire == Wire::Reduce && params_[i].runs > 1) {  // its rows are not contiguous
+      close(i + 1);
+      open.first = i + 1;
+      continue;
+    }
     const std::int64_t rows = rows_of_a_message(wire, i, most_bytes);
     for (std::int64_t row = 0; row < placements_[i].chunk_rows; row += rows) {
       parts.push_back({i, i + 1, row, std::min(rows, placements_[i].chunk_rows - row)});
@@ -264,6 +269,9 @@ PackPlan UnitLayout::pack_plan(const LayoutPart& part) const {
   PackPlan plan;
   plan.world_size = world_size_;
   if (part.is_of_rows()) {
+    FSDP_CHECK(params_[part.first].runs == 1, "Parameter '", params_[part.first].name,
+               "' is sharded in another dimension than 0, so a message cannot have some of its "
+               "rows. This is a bug in fsdp_ext.");
     const ParamPlacement& place = placements_[part.first];
     const std::int64_t begin = part.first_row * params_[part.first].row_numel;
     const std::int64_t numel = part.rows * params_[part.first].row_numel;
