@@ -63,6 +63,14 @@ TEST_F(BufferRingTest, ForgetsContentsOfReleasedSlots) {
   EXPECT_EQ(ring_.find_contents(0), nullptr);
 }
 
+TEST_F(BufferRingTest, KeepsOnlyTheLastContentsOfABucket) {
+  release(acquire(0));
+  Slot* newest = acquire(0);  // the other slot
+  EXPECT_EQ(ring_.find_contents(0), nullptr);
+  release(newest);
+  EXPECT_EQ(ring_.find_contents(0), newest);
+}
+
 TEST_F(BufferRingTest, ReleasingOrReacquiringAWrongSlotThrows) {
   Slot* slot = acquire(0);
   EXPECT_THROW(ring_.reacquire(*slot, 0), Error);

@@ -38,6 +38,15 @@ void BufferRing::reacquire(Slot& slot, int bucket) {
   slot.owner = bucket;
 }
 
+// What released slots have of this bucket is older than what the next gather brings.
+void BufferRing::forget_contents(int bucket) {
+  for (auto& slot : slots_) {
+    if (slot->contents == bucket && slot->owner == Slot::kNobody) {
+      slot->contents = Slot::kNobody;
+    }
+  }
+}
+
 Slot* BufferRing::try_acquire(int bucket, std::size_t bytes, Stream& writer,
                               const std::string& what) {
   const std::size_t size =
@@ -57,6 +66,7 @@ Slot* BufferRing::try_acquire(int bucket, std::size_t bytes, Stream& writer,
     slot.bytes = 0;
     slot.contents = Slot::kNobody;
   });
+  forget_contents(bucket);
   Slot& slot = unused_slot();
   slot.memory = std::shared_ptr<void>(memory_, static_cast<char*>(memory_.get()) + offset);
   slot.offset = offset;
@@ -133,6 +143,7 @@ Slot& BufferRing::unused_slot() {
 }
 
 Slot* BufferRing::acquire_overflow(int bucket, std::size_t bytes) {
+  forget_contents(bucket);
   auto slot = std::make_unique<Slot>();
   slot->memory = device_.allocate(bytes);
   slot->bytes = bytes;

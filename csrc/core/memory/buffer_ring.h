@@ -87,6 +87,7 @@ class BufferRing {
   void for_each_overlap(std::size_t offset, std::size_t bytes, const Visit& visit) const;
   std::uint64_t newest_release(std::size_t offset, std::size_t bytes) const;
   std::size_t find_room(int bucket, std::size_t bytes) const;
+  void forget_contents(int bucket);
   Slot& unused_slot();
 
   Device& device_;
