@@ -432,11 +432,13 @@ bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
   std::fill(modes.begin(), modes.end(), CastMode::Skip);
   for (Unit* unit : units) {
     for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
-      const bool adds = unit->port.has_sharded_gradient(i);
-      if (adds) {
+      const bool is_shown = unit->port.has_sharded_gradient(i);
+      if (is_shown) {
         unit->port.import_sharded_gradient(i);
-        in_place = false;
       }
+      // A second reduction in one backward adds to a gradient that only other ranks show so far.
+      const bool adds = is_shown || unit->gradients.is_reduced();
+      in_place = in_place && !adds;
       const std::size_t at = unit->first_trainable + i;
       modes[at] = adds ? CastMode::Add : CastMode::Write;
       const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
