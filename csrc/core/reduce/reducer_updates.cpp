@@ -5,6 +5,18 @@
 #include "core/reduce/reducer.h"
 
 namespace fsdp {
+namespace {
+
+bool has_sharded_gradients(Unit& unit) {
+  for (std::size_t i = 0; i < unit.gradients.count(); ++i) {
+    if (unit.port.has_sharded_gradient(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 void Reducer::check_updates(const Units& units) const {
   for (const Unit* unit : units) {
@@ -46,7 +58,7 @@ void Reducer::run_updates(Bucket& bucket, const Units& units, Stream* stream, bo
   try {
     for (Unit* unit : units) {
       if (unit->updates.is_awaited && (has_all || !unit->gradients.misses_gradients())) {
-        unit->updates.count += 1;
+        unit->updates.count += has_sharded_gradients(*unit) ? 1 : 0;
         const Timed timed(ledger_, stream == nullptr ? device_.compute_stream() : *stream,
                           stream == nullptr ? Work::Step : Work::Update, bucket.numbers());
         unit->update->run(stream);
