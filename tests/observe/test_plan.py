@@ -260,6 +260,43 @@ def test_parameters_that_are_sharded_by_columns_have_what_was_planned() -> None:
     run_ranks(_sharded_by_columns, 1)
 
 
+class FrozenHalf(nn.Module):
+    """A root without parameters. Its first unit is frozen, and computes in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.trained(self.frozen(x).float())
+        return result
+
+    def batch(self, _: torch.Generator) -> tuple[tuple[Tensor], dict[str, Any]]:
+        return (torch.ones(2, 64),), {}
+
+    def loss(self, output: Tensor) -> Tensor:
+        return output.sum()
+
+
+def _a_frozen_unit_of_scaled_sums() -> None:
+    dist.destroy_process_group()
+    model: Any = FrozenHalf()
+    scaled = MixedPrecisionPolicy(torch.float16, torch.float16)
+    options = {"transport": Simulated(8, FAST), "reshard_after_forward": True}
+    fully_shard(model.frozen, mp_policy=scaled, **options)
+    for module in (model.trained[0], model.trained[2], model):
+        fully_shard(module, bucket_bytes=0, **options)
+    planned = plan(model)
+    assert planned.memory.ring_slots == 2
+    assert planned.memory.reduce_output == 0
+    expect_as_planned(model, train(model), planned)
+
+
+def test_what_is_not_reduced_or_gathered_has_no_buffers() -> None:
+    run_ranks(_a_frozen_unit_of_scaled_sums, 1)
+
+
 def _another_world_size() -> None:
     warnings.simplefilter("ignore")
     dist.destroy_process_group()

@@ -85,7 +85,7 @@ struct ReduceMemory {
 
 // One slot for each bucket that can be in use at once, and one for each prefetch. `nesting` is how
 // many units below the root enclose each other at most. A root that reshards after forward needs a
-// slot of the ring as well.
+// slot of the ring as well, unless it has no parameters.
 inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards) {
   return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
 }

@@ -36,7 +36,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   input_.reset(input > 0 ? lane_.allocate(input, BufferUse::Input) : nullptr, input);
   output_bytes_ = memory.output_bytes;
   const auto always_needs_output = [this](const auto& bucket) {
-    return route_of(*bucket) != Route::Local &&
+    return route_of(*bucket) != Route::Local && bucket->layout.trainable_count() > 0 &&
            !reduces_in_place(bucket->layout, bucket->units.front()->post_scale);
   };
   const bool needs_output =

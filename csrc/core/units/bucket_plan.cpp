@@ -89,8 +89,9 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
     plan.group_shard_bytes += bucket.use.buffers.group_shard;
     needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
   }
-  const int slots =
-      ring_slots(options.nesting, options.prefetch_depth, units.front().reshard_after_forward);
+  const UnitConfig& root = units.front();
+  const bool root_reshards = root.reshard_after_forward && root.layout.unsharded_bytes() > 0;
+  const int slots = ring_slots(options.nesting, options.prefetch_depth, root_reshards);
   plan.gathers =
       plan_gathers(uses, slots,
                    options.has_prefetch_lists

@@ -155,7 +155,8 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
     has_prefetch_lists =
         has_prefetch_lists || !unit->forward_prefetch.empty() || !unit->backward_prefetch.empty();
   }
-  const bool root_reshards = units_.front()->reshard_after_forward;
+  const Unit& root = *units_.front();
+  const bool root_reshards = root.reshard_after_forward && root.layout.unsharded_bytes() > 0;
   gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
                        has_prefetch_lists || runs_in_other_order_
                            ? BucketSets{}
