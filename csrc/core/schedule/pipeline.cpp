@@ -124,6 +124,9 @@ CallId Pipeline::pre_forward(int number) try {
   if (passes_.in_backward()) {
     recompute(unit);
   } else {
+    if (unit.gather.is_put_away_by_backward()) {
+      gatherer_.reshard(unit);
+    }
     gatherer_.unshard(unit, /*on_demand=*/true);
     enter_forward(unit);
     prefetch_forward(unit);
@@ -402,7 +405,7 @@ void Pipeline::end_backward() try {
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.gather.is_speculative()) {
       gatherer_.reshard(unit);
     } else if (unit.reshard_after_backward && !passes_.in_forward()) {
-      unit.gather.put_away(unit.port);
+      unit.gather.put_away(unit.port, /*by_backward=*/true);
     }
   }
   gatherer_.invalidate_group_shards();  // another backward may follow an optimizer's step
