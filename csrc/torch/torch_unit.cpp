@@ -498,7 +498,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
     if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
     }
-    root->pipeline().gradient_arrived(number_, trainable, root->is_in_inner_backward());
+    root->pipeline().gradient_arrived(number_, trainable);
   }
 }
 

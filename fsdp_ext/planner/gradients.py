@@ -59,11 +59,6 @@ class _Gradients:
         self._order = list(dict.fromkeys(in_forward))
         trained = [moment.param for moment in backward if moment.param and moment.param.is_trained]
         self._uses_left: Counter[nn.Parameter] = Counter(param.parameter for param in trained)
-        self._missing = {
-            unit: {param.parameter for param in unit.params if param.is_trained}
-            for unit in root.units
-        }
-        self._entered: set[PlannedUnit] = set()
         self._left: set[PlannedUnit] = set()
         self._alive: dict[nn.Parameter, int] = {}
         self._packed: int | None = None  # the bucket whose gradients are in flight
@@ -71,9 +66,7 @@ class _Gradients:
 
     def enter(self, unit: PlannedUnit) -> None:
         """Backward reaches the unit's outputs."""
-        self._entered.add(unit)
         self._make_room(self._bucket_of[unit])
-        self._advance()
 
     def differentiate(self, unit: PlannedUnit, param: PlannedParam) -> None:
         """Autograd computes a gradient.
@@ -89,23 +82,14 @@ class _Gradients:
         of_sum = 2 * nbytes if is_second else 0
         self.most = max(self.most, sum(self._alive.values()) + self._packed_bytes + of_sum)
         self._uses_left[parameter] -= 1
-        if self._uses_left[parameter] == 0:
-            self._missing[unit].remove(parameter)
-            self._advance()
 
     def leave(self, unit: PlannedUnit, following: Moment | None) -> None:
         """Backward has passed the unit's inputs. ``following`` is the next unit's moment."""
         self._left.add(unit)
-        self._advance()
+        while self._order and self._left.issuperset(self._units[self._order[-1]]):
+            self._pack(self._order.pop())
         if following is not None and following.kind == "enter":  # it encloses the unit
             self._make_room(self._bucket_of[following.unit])
-
-    def _is_complete(self, unit: PlannedUnit) -> bool:
-        return unit in self._left or (unit in self._entered and not self._missing[unit])
-
-    def _advance(self) -> None:
-        while self._order and all(map(self._is_complete, self._units[self._order[-1]])):
-            self._pack(self._order.pop())
 
     def _pack(self, bucket: int) -> None:
         if self._bytes[bucket] == 0:

@@ -30,18 +30,14 @@ class UnitGradients {
     is_reached_ = true;
     awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);
   }
-  // Returns whether this gradient is new. Otherwise autograd has added more to a known gradient.
-  bool arrive(std::size_t i) {
-    const bool is_new = arrived_.at(i) == 0;
-    arrived_[i] = 1;
-    arrived_count_ += is_new ? 1 : 0;
-    return is_new;
+  void arrive(std::size_t i) {
+    arrived_.at(i) = 1;
+    any_arrived_ = true;
   }
 
   // In this backward, and not packed yet.
   bool has_arrived(std::size_t i) const { return arrived_[i] != 0; }
-  bool any_arrived() const { return arrived_count_ > 0; }
-  bool all_arrived() const { return arrived_count_ == count(); }
+  bool any_arrived() const { return any_arrived_; }
   // For each parameter, whether this backward has reduced a gradient of this rank.
   const std::vector<char>& used() const { return used_; }
   bool any_used() const { return std::find(used_.begin(), used_.end(), 1) != used_.end(); }
@@ -68,11 +64,11 @@ class UnitGradients {
 
   void reset_arrived() {
     std::fill(arrived_.begin(), arrived_.end(), 0);
-    arrived_count_ = 0;
+    any_arrived_ = false;
   }
 
   std::vector<char> arrived_;
-  std::size_t arrived_count_ = 0;
+  bool any_arrived_ = false;
   std::vector<char> used_;
   bool is_reached_ = false;
   bool is_reduced_ = false;

@@ -25,10 +25,7 @@
 // Note [reentrant checkpointing]
 // Reentrant checkpointing runs a region of forward without gradients, and once more, with
 // gradients, when backward gets there. The calls of the first run have a step Recompute, for
-// prefetch. The second run pushes steps of its own, which the backward inside it takes. Each such
-// backward has gradients of its own, and the reduction waits for the last of them. A unit may also
-// contain such a region without a unit in it. Then the reduction waits until backward has passed
-// all calls of the unit.
+// prefetch. The second run pushes steps of its own, which the backward inside it takes.
 //
 // Other kinds of checkpointing record the calls in forward. They run them again when backward needs
 // the first tensor of the region, which gathers the region's units. That has no place in the order:

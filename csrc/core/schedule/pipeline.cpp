@@ -283,14 +283,11 @@ void Pipeline::pre_backward(int number, CallId call) try {
   fail(error);
 }
 
-void Pipeline::gradient_arrived(int number, std::size_t trainable, bool is_inner) try {
+void Pipeline::gradient_arrived(int number, std::size_t trainable) try {
   Unit& unit = this->unit(number);
-  if (is_inner) {
-    unit.backward.note_inner_gradient();
-  }
   reducer_.note_arrival(*unit.bucket);
   gatherer_.note_read(unit);  // its backward ran on this stream
-  reduction_order_.gradient_arrived(unit, trainable);
+  unit.gradients.arrive(trainable);
 } catch (const Error& error) {
   fail(error);
 }

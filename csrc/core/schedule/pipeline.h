@@ -79,8 +79,7 @@ class Pipeline {
   void begin_backward(bool may_reshard = true, const BackwardGraph& graph = {});
   void end_backward();
   void pre_backward(int unit, CallId call);
-  // `is_inner`: a backward inside backward has brought it.
-  void gradient_arrived(int unit, std::size_t trainable, bool is_inner = false);
+  void gradient_arrived(int unit, std::size_t trainable);
   void post_backward(int unit, CallId call);
 
   // - Passes that fail.

@@ -7,8 +7,7 @@ namespace {
 
 bool is_complete(const Bucket& bucket) {
   return std::all_of(bucket.units.begin(), bucket.units.end(), [](const Unit* unit) {
-    return unit->gradients.count() == 0 ||
-           unit->backward.is_complete(unit->gradients.all_arrived());
+    return unit->gradients.count() == 0 || unit->backward.is_complete();
   });
 }
 
@@ -34,12 +33,6 @@ void ReductionOrder::begin_backward(const std::vector<BackwardStep>& steps) {
       unit.bucket->is_awaited = true;
       awaited_.push_back(unit.bucket);
     }
-  }
-}
-
-void ReductionOrder::gradient_arrived(Unit& unit, std::size_t trainable) {
-  if (unit.gradients.arrive(trainable) && unit.gradients.all_arrived()) {
-    advance();
   }
 }
 

@@ -3,11 +3,10 @@
 // Note [order of reductions]
 // Ranks match reductions by their order, so all ranks need the same one. It is fixed when backward
 // begins. Each bucket takes the place of its last step in Note [order of backward], in
-// core/schedule/backward_order.h. A bucket is reduced after all buckets in front of it, when no
-// more gradients can arrive for its units: either all have arrived, or backward has passed the
-// units on all ranks. Then parameters without a gradient send zeros. A unit that encloses others
-// waits for them, since its own gradients may all arrive before backward reaches the units inside
-// it.
+// core/schedule/backward_order.h. A bucket is reduced after all buckets in front of it, when
+// backward has passed its units. Parameters without a gradient then send zeros. That all gradients
+// have arrived is not enough: the module's full backward hooks run later, and may read or change
+// .grad. A unit that encloses others may also get more from within them.
 //
 // Gradients of units without steps, such as those whose outputs autograd's hooks cannot see, are
 // reduced at the end of backward.
@@ -31,7 +30,6 @@ class ReductionOrder {
 
   // `steps` are those of the whole backward.
   void begin_backward(const std::vector<BackwardStep>& steps);
-  void gradient_arrived(Unit& unit, std::size_t trainable);
   // Reduces the buckets that are complete.
   void advance();
   void end_backward();
