@@ -494,6 +494,9 @@ void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) 
 void TorchUnit::on_gradient(std::size_t trainable) {
   if (const auto root = root_.lock()) {
     root->ensure_backward();
+    if (!parameters_.trained(trainable).has_gradient()) {
+      return;  // frozen since forward
+    }
     const std::size_t parameter = parameters_.trainable()[trainable];
     if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
