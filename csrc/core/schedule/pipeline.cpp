@@ -354,10 +354,16 @@ void Pipeline::return_to_enclosing() {
   }
 }
 
+// Whether a backward runs inside the unit's forward, which may still read the parameters.
+bool Pipeline::runs_forward(const Unit& unit) const {
+  return passes_.in_forward() && unit.entering != kNoCall;
+}
+
 void Pipeline::reshard_in_backward(Unit& unit) {
   ledger_.close(unit.computing, device_.compute_stream());
   const bool is_read_again = is_second_backward_ && !unit.reshard_after_forward;
-  if (unit.reshard_after_backward && backward_may_reshard_ && !is_read_again) {
+  if (unit.reshard_after_backward && backward_may_reshard_ && !is_read_again &&
+      !runs_forward(unit)) {
     gatherer_.reshard(unit);
     reshard_behind(unit);
   }
@@ -399,6 +405,9 @@ void Pipeline::end_backward() try {
   for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
     Unit& unit = **position;
     ledger_.close(unit.computing, device_.compute_stream());
+    if (runs_forward(unit)) {
+      continue;
+    }
     if ((unit.reshard_after_backward && backward_may_reshard_) || unit.gather.is_speculative()) {
       gatherer_.reshard(unit);
     } else if (unit.reshard_after_backward && !passes_.in_forward()) {

@@ -150,6 +150,7 @@ class Pipeline {
   void take(const BackwardStep& step);
   void gather_in_backward(Unit& unit);
   void return_to_enclosing();
+  bool runs_forward(const Unit& unit) const;
   void reshard_in_backward(Unit& unit);
   void recompute(Unit& unit);
   void begin_times();
