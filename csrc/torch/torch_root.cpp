@@ -394,8 +394,8 @@ void TorchRoot::apply(int unit, UnitSettings settings) {
   }
   const double before = pipeline_->unit(unit).pre_scale;
   const double now = settings.pre_scale;
-  const bool scales_accumulated =
-      now != before && Reducer::has_any_accumulated(pipeline_->unit(unit));
+  const bool scales_accumulated = now != before && !passes().has_failed_backward() &&
+                                  Reducer::has_any_accumulated(pipeline_->unit(unit));
   FSDP_CHECK(!scales_accumulated || passes().is_between(),
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "
