@@ -162,14 +162,14 @@ bool TorchRoot::needs_new_units() const {
   return !may_wait && has_gradient_setting_changed(/*accepts_frozen=*/true);
 }
 
-void TorchRoot::leave_forward(py::handle output) {
+void TorchRoot::leave_forward(py::handle output, bool with_gradient) {
   for (const auto& unit : units_) {
     unit->forward().end_incomplete(*this, output);
   }
   passes().leave_forward();
-  awaited_backwards_ += at::GradMode::is_enabled() ? 1 : 0;
+  awaited_backwards_ += with_gradient ? 1 : 0;
   const py::gil_scoped_release no_gil;
-  pipeline_->end_forward(at::GradMode::is_enabled());
+  pipeline_->end_forward(with_gradient);
   leave_if_idle();
 }
 

@@ -57,8 +57,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return passes().outermost() == unit.number(); }
-  // `output` is the output of the outermost unit.
-  void leave_forward(pybind11::handle output);
+  // `output` is the output of the outermost unit. A backward may follow if it is `with_gradient`.
+  void leave_forward(pybind11::handle output, bool with_gradient);
   // A forward of `unit` ended in an exception. Modules have their sharded parameters until the next
   // forward, which cleans up.
   void abandon_forward(const TorchUnit& unit);

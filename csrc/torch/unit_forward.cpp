@@ -152,23 +152,28 @@ py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle retur
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   CallId call = root.pipeline().unit(unit_.number()).entering;
   const bool summoned = is_summoned(root);
+  const bool with_gradient = has_graph(returned);
   if (last_of_group) {
+    if (with_gradient && !recomputing && !summoned) {
+      unit_.parameters().check_frozen(unit_.name());
+    }
     const py::gil_scoped_release no_gil;
-    call = root.pipeline().post_forward(unit_.number(), at::GradMode::is_enabled() && !summoned);
+    call = root.pipeline().post_forward(unit_.number(), with_gradient && !summoned);
   }
   if (summoned) {
     if (outermost) {
-      root.leave_forward(returned);
+      root.leave_forward(returned, with_gradient);
     }
     return py::none();
   }
   GraphCalls* calls = recomputing ? nullptr : &root.graph_calls();
   const py::object output = end_watch(index, returned, call, calls);
-  if (!watch_outputs(output, call, calls) && last_of_group && !recomputing) {
+  const bool is_watched = with_gradient && watch_outputs(output, call, calls);
+  if (!is_watched && last_of_group && !recomputing) {
     keep_for_opaque(root, call, output);
   }
   if (outermost) {
-    root.leave_forward(output);
+    root.leave_forward(output, with_gradient);
   }
   const py::object result = cast(output, casts_.outputs);
   return result.is(returned) ? py::object(py::none()) : result;
@@ -255,7 +260,7 @@ void UnitForward::end_incomplete(TorchRoot& root, py::handle output) {
       const py::gil_scoped_release no_gil;
       call = root.pipeline().post_forward(unit_.number(), at::GradMode::is_enabled() && !summoned);
     }
-    if (!summoned) {
+    if (!summoned && at::GradMode::is_enabled()) {
       (void)watch_outputs(output, call, &root.graph_calls());
     }
   }
@@ -320,10 +325,20 @@ py::object UnitForward::end_watch(std::size_t index, py::handle output, CallId c
   return map_tensors(output, [&](const at::Tensor& tensor) { return watch.output_for(tensor); });
 }
 
-bool UnitForward::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
-  if (!at::GradMode::is_enabled()) {
-    return false;
+// Whether a backward may follow. Forward may enable gradients itself although its caller has not.
+bool UnitForward::has_graph(py::handle output) const {
+  bool found = at::GradMode::is_enabled();
+  if (!found) {
+    map_tensors(output, [&](const at::Tensor& tensor) {
+      found = found || (tensor.requires_grad() && !tensor.is_leaf() &&
+                        tensor.grad_fn()->sequence_nr() >= first_node_);
+      return tensor;
+    });
   }
+  return found;
+}
+
+bool UnitForward::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
     found = found || (tensor.requires_grad() && !tensor.is_leaf());

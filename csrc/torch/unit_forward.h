@@ -78,6 +78,7 @@ class UnitForward {
   void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call, bool entering);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,
                              GraphCalls* calls);
+  bool has_graph(pybind11::handle output) const;
   // Returns whether a tensor in `output` requires a gradient.
   bool watch_outputs(pybind11::handle output, CallId call, GraphCalls* calls);
   void keep_for_opaque(TorchRoot& root, CallId call, pybind11::handle output);

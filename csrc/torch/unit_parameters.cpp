@@ -157,6 +157,22 @@ void UnitParameters::align_gradient_settings() {
   }
 }
 
+// The unit has no place for gradients of parameters that were frozen when it was made.
+void UnitParameters::check_frozen(const std::string& unit) const {
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    const ParamSpec& spec = layout_.params()[i];
+    if (spec.trainable || all_[i].sharded.is_none()) {
+      continue;
+    }
+    const at::Tensor& unsharded = all_[i].unsharded;
+    const bool is_unfrozen = (has_flat_ ? flat() : sharded(i)).requires_grad() ||
+                             (unsharded.defined() && unsharded.requires_grad());
+    FSDP_CHECK(!is_unfrozen, "Parameter '", spec.name, "' of unit '", unit,
+               "' was unfrozen while forward ran, and its gradient would be lost. Set its "
+               "requires_grad before the forward of the root module.");
+  }
+}
+
 // See Note [frozen while gradients accumulate].
 bool UnitParameters::has_gradient_setting_changed(bool awaits_reduction,
                                                   const at::Tensor& flat_shard) const {
