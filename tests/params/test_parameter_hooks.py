@@ -1,4 +1,4 @@
-"""Hooks that users register on sharded parameters run as with FSDP2."""
+"""Hooks that users register on parameters, sharded and unsharded ones, run as with FSDP2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from support.launcher import run_ranks
 from support.parity import SYSTEM, load_system
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
 class HookFailed(Exception):
@@ -108,3 +110,86 @@ def _hooks_after_a_hook_that_failed() -> None:
 
 def test_hooks_of_a_failed_backward_do_not_run_in_the_next_one() -> None:
     run_ranks(_hooks_after_a_hook_that_failed, 2)
+
+
+class Masked(nn.Module):
+    """Puts hooks and an attribute on its unsharded weight, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_watched = False
+        self.called: list[str] = []
+
+    def watch(self) -> None:
+        self.is_watched = True
+        weight: Any = self.linear.weight
+        weight.mark = "mark"
+        called = self.called  # a hook that refers to the module would keep the model
+        weight.register_hook(lambda gradient: called.append("hook") or gradient * 0)
+        weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_watched:
+            self.watch()
+        self.called.append(getattr(self.linear.weight, "mark", "no mark"))
+        return self.linear(x)
+
+
+def _freeze(model: nn.Sequential) -> None:
+    model[1].requires_grad_(False)
+
+
+def _freeze_and_unfreeze(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+    model(torch.ones(2, 4))
+    model[0].called.pop()
+    model.requires_grad_(True)
+
+
+def _convert(model: nn.Sequential) -> None:
+    model.to(torch.float32)
+
+
+def _calls_after(system: str, change: Any, *, is_tensor_parallel: bool) -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    if is_tensor_parallel:
+        parallelize_module(model[0].linear, mesh["tp"], ColwiseParallel())
+    for module in (model[0], model):
+        load_system(system).fully_shard(module, mesh=mesh["dp"])
+    for step in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 0:
+            model.zero_grad()
+            change(model)
+    gradient = model[0].linear.weight.grad.full_tensor()
+    return model[0].called, float(gradient.abs().sum())
+
+
+def _unsharded_hooks(changes: list[Any]) -> None:
+    for change in changes:
+        for is_tensor_parallel in (False, True):
+            for system in ("fsdp2", SYSTEM):
+                got = _calls_after(system, change, is_tensor_parallel=is_tensor_parallel)
+                assert got == (["mark", "hook", "accumulated"] * 2, 0.0), (system, change.__name__)
+
+
+def test_hooks_on_unsharded_parameters_stay_when_units_are_made_anew() -> None:
+    run_ranks(_unsharded_hooks, 2, [_freeze, _freeze_and_unfreeze, _convert])
+
+
+def _hooks_before_the_first_forward() -> None:
+    for system in ("fsdp2", SYSTEM):
+        model: Any = nn.Sequential(Masked(), nn.Linear(4, 4))
+        for module in (model[0], model):
+            load_system(system).fully_shard(module)
+        model[0].unshard()
+        model[0].watch()
+        model(torch.ones(2, 4)).sum().backward()
+        assert model[0].called == ["mark", "hook", "accumulated"], system
+
+
+def test_hooks_on_parameters_that_unshard_gives_stay_in_the_first_forward() -> None:
+    run_ranks(_hooks_before_the_first_forward, 2)

@@ -135,6 +135,9 @@ class ShardedParam:
         quantization: the state that bitsandbytes computes with; None for other parameters.
         awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
             [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+        whole: the parameter that modules have while the unit is unsharded; None before the first
+            C++ unit, and if an extension makes it. Later C++ units use the same object, because
+            users may have put hooks and attributes on it.
     """
 
     name: str
@@ -148,6 +151,7 @@ class ShardedParam:
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     quantization: Any = None
     awaits_reduction: bool = False
+    whole: nn.Parameter | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -212,21 +216,45 @@ def bound_objects(param: ShardedParam | None, view: torch.Tensor) -> BoundObject
     """
     if param is None:
         return None, None, None
-    whole = _unsharded_parameter(param, view) if param.is_gathered else None
-    return param.sharded, whole, None if param.unsharded is None else param.unsharded.place
+    param.whole = _unsharded_parameter(param, view) if param.is_gathered else None
+    return param.sharded, param.whole, None if param.unsharded is None else param.unsharded.place
 
 
 def _unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Parameter:
-    """Return the unsharded parameter over a view of the slot."""
-    whole = view if param.unsharded is None else param.unsharded.dtensor(view)
-    unsharded = nn.Parameter(whole, requires_grad=param.requires_grad)
-    if param.grad_dtype is not None:
-        unsharded.grad_dtype = param.grad_dtype
+    """Return the unsharded parameter over a view of the slot.
+
+    It is the object of the last C++ unit unless its dtype or device has changed.
+    """
+    tensor: Any = view if param.unsharded is None else param.unsharded.dtensor(view)
+    unsharded: Any = param.whole
+    if unsharded is None or (unsharded.dtype, unsharded.device) != (tensor.dtype, tensor.device):
+        unsharded = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    else:
+        if param.unsharded is None:
+            unsharded.data = tensor
+        else:  # PyTorch ignores an assignment to .data
+            unsharded._local_tensor = tensor._local_tensor
+        unsharded.grad = None
+        unsharded.requires_grad_(param.requires_grad)
+    if own_grad_dtype(unsharded) != param.grad_dtype:
+        unsharded.grad_dtype = param.grad_dtype or unsharded.dtype
     if param.quantization is not None:
         # bitsandbytes' layers replace a parameter that has no quant_state.
-        unsharded.quant_state = param.quantization  # type: ignore[attr-defined]
+        unsharded.quant_state = param.quantization
     mark_unsharded(unsharded, param.name)
-    return unsharded
+    whole: nn.Parameter = unsharded
+    return whole
+
+
+def restore_user_hooks(unsharded: nn.Parameter) -> None:
+    """Let backward run the post-accumulate hooks that users have registered on ``unsharded``.
+
+    A C++ unit puts its own hook in their place when it takes the parameter. After this call, as
+    after a registration, the end of backward finds the gradient without that hook.
+    """
+    hooked: Any = unsharded  # torch leaves these untyped
+    if hooked._post_accumulate_grad_hooks:
+        hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
 
 
 def gradient_places(

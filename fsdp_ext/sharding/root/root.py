@@ -164,8 +164,10 @@ class Root(UnitTree):
             unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
-        self._nest_units_of_one_module()
         configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
+        for unit, unit_impl in zip(self.units, impls, strict=True):
+            unit.bind(unit_impl)
+        self._nest_units_of_one_module()
         for unit_impl, config in zip(impls, configs, strict=True):
             impl.add_unit(unit_impl, config)
         self.impl = impl

@@ -26,6 +26,7 @@ from fsdp_ext.sharding.params.entries import (
     bound_objects,
     gradient_places,
     lies_in,
+    restore_user_hooks,
 )
 from fsdp_ext.sharding.params.extensions import (
     Extension,
@@ -101,7 +102,6 @@ class Unit(ParamGroup):
         # type cannot be named here.
         self.root: Any = None
         self.impl: _C.TorchUnit | None = None
-        self._unsharded: list[weakref.ref[nn.Parameter]] = []  # those of the C++ side
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
         # The objects that run the user's collectives, by the name of the setting.
@@ -118,6 +118,7 @@ class Unit(ParamGroup):
         self.shard_parts: list[torch.Tensor] = []
         # The inputs of extensions; empty until the C++ side is made: Note [tensor extensions].
         self.inputs: list[GatherInput] = []
+        self._extensions: list[Extension] = []
         for param, name in params.items():
             check_parameter(name, param, device)
             check_tensor_parallel(name, param, ranks)
@@ -461,11 +462,10 @@ class Unit(ParamGroup):
         Raises:
             RuntimeError: if a flat or an unsharded parameter has one.
         """
-        for unsharded in self._unsharded:
-            refuse_unsharded_with_optimizer(unsharded())
         if self.flat_param is not None:
             self.flat_param.refuse_optimizer_in_backward()
         for param in self.params:
+            refuse_unsharded_with_optimizer(param.whole)
             let_backward_step(param.sharded)
 
     # - The C++ side
@@ -473,7 +473,7 @@ class Unit(ParamGroup):
     @torch.inference_mode(False)  # training may follow a first forward in inference mode
     @torch.no_grad()
     def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
-        """Make the C++ unit for the parameters as they are now.
+        """Return a C++ unit for the parameters as they are now. :meth:`bind` takes it into use.
 
         Args:
             name: the unit's name in the root module.
@@ -498,11 +498,8 @@ class Unit(ParamGroup):
                 f"following were still on meta device: {on_meta}. Call "
                 "module.to_empty(device=...) and initialise them before the first forward."
             )
-        extensions = self._find_extensions()
-        impl = self._make_impl(self.layout_for(training=True))
-        self._bind(impl, extensions)
-        self.impl = impl
-        return impl
+        self._extensions = self._find_extensions()
+        return self._make_impl(self.layout_for(training=True))
 
     def _make_impl(self, layout: _C.UnitLayout) -> _C.TorchUnit:
         """Make the C++ unit, which has no parameters of Python yet."""
@@ -524,12 +521,17 @@ class Unit(ParamGroup):
             module_count=len(self.modules),
         )
 
-    def _bind(self, impl: _C.TorchUnit, extensions: Sequence[Extension]) -> None:
-        """Give the C++ unit its parameters, what makes their gradients, and their attributes."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def bind(self, impl: _C.TorchUnit) -> None:
+        """Give the C++ unit its parameters, what makes their gradients, and their attributes.
+
+        The unsharded parameters leave the C++ unit that they belonged to, so call this once no
+        setting can be refused any more.
+        """
         entries, views = self.entries, impl.unsharded_views()
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
         objects = [bound_objects(param, view) for param, view in zip(params, views, strict=True)]
-        self._unsharded = [weakref.ref(whole) for _, whole, _ in objects if whole is not None]
         flat = self.flat_param
         make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]
         if flat is None:
@@ -540,7 +542,7 @@ class Unit(ParamGroup):
         impl.bind(
             objects=objects,
             make_gradients=make_gradients,
-            extensions=place_extensions(extensions, entries, self.shard_parts, views),
+            extensions=place_extensions(self._extensions, entries, self.shard_parts, views),
             flat_parameter=None if flat is None else flat.param,
             attributes=[
                 swapped_attribute(
@@ -558,6 +560,10 @@ class Unit(ParamGroup):
         if self.settings.shows_accumulated:
             spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
             impl.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
+        for param in self.params:
+            if param.whole is not None:
+                restore_user_hooks(param.whole)
+        self.impl = impl
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
         if isinstance(entry, GatherInput):
