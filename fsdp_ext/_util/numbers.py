@@ -58,10 +58,16 @@ def is_real(value: object) -> TypeGuard[float]:
         return False
 
 
+def scalar_of(value: object) -> object:
+    """Return the number in a scalar of NumPy or PyTorch, and any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
+
+
 def as_bool(caller: str, name: str, value: object) -> bool:
     """Return a bool that a user has passed.
 
-    0, 1 and the scalars of NumPy and PyTorch are accepted, too, because comparisons return them.
+    Integers and the scalars of NumPy and PyTorch are accepted, too, because remainders and
+    comparisons return them.
 
     Args:
         caller: the public function, for the message.
@@ -71,7 +77,7 @@ def as_bool(caller: str, name: str, value: object) -> bool:
     Raises:
         TypeError: if that is anything else.
     """
-    scalar: object = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
-    if isinstance(scalar, int) and scalar in (0, 1):
+    scalar = scalar_of(value)
+    if isinstance(scalar, int):
         return bool(scalar)
     raise TypeError(f"{caller} got {name}={value!r}. Pass True or False.")

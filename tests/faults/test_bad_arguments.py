@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import parity
 from support.launcher import run_ranks
 from support.refusals import (
     BAD_DTYPES,
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext import fully_shard
 
@@ -225,7 +226,7 @@ def of_methods() -> list[Row]:
         unsharded = f"^{method} got a Sequential that is not sharded"
         rows += each_of(ValueError, unsharded, ([network()],), on(method))
     for method in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
-        wrong = ("x", "two", None, 0, -1, [], float("nan"), float("inf"), 2**2000, True)
+        wrong = ("x", "two", 0, -1, [], float("nan"), float("inf"), 2**2000, True)
         rows += each_of(
             ValueError, r"_divide_factor got {}\. Pass a positive number", wrong, on(method)
         )
@@ -302,7 +303,7 @@ def booleans_of_other_libraries() -> None:
     model, twin = sharded(), sharded()
     step(model)
     step(twin)
-    for false, true in ((0, 1), (numpy.bool_(False), numpy.bool_(True)),
+    for false, true in ((0, 1), (0, 2), (numpy.bool_(False), numpy.bool_(True)),
                         (torch.tensor(False), torch.tensor(True))):  # fmt: skip
         model.set_requires_gradient_sync(false)
         model(torch.ones(1, 4)).sum().backward()
@@ -316,8 +317,39 @@ def booleans_of_other_libraries() -> None:
         assert_same(model, twin)
 
 
-def test_results_of_comparisons_are_booleans() -> None:
+def test_results_of_remainders_and_comparisons_are_booleans() -> None:
     run_ranks(booleans_of_other_libraries, 2)
+
+
+def factors_of_both_systems() -> None:
+    gradients: list[list[Tensor]] = []
+    for shard in (torch_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        shard(model)
+        model.set_force_sum_reduction_for_comms(True)
+        for factor in (torch.tensor(4.0), None):
+            model.set_gradient_divide_factor(factor)
+            model(torch.ones(1, 4)).sum().backward()
+            gradients.append([param.grad.to_local().clone() for param in model.parameters()])
+    for theirs, ours in zip(gradients[:2], gradients[2:], strict=True):
+        parity.assert_same("FSDP2", theirs, ours)
+
+
+def test_a_divide_factor_may_be_a_tensor_or_none_as_in_fsdp2() -> None:
+    run_ranks(factors_of_both_systems, 2)
+
+
+def collections_of_modules() -> None:
+    for shard in (torch_fully_shard, fully_shard):
+        layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        for given in (layers.values(), (nn.Linear(4, 4), nn.Linear(4, 4))):
+            assert shard(given) is given
+            assert all(isinstance(module.weight, DTensor) for module in given)
+
+
+def test_any_collection_of_modules_is_a_unit_as_in_fsdp2() -> None:
+    run_ranks(collections_of_modules, 2)
 
 
 def beside_fsdp2() -> None:

@@ -148,7 +148,7 @@ def of_tools() -> list[Row]:
         *each_of(ValueError, "ranks=", NO_COUNTS, verify("ranks")),
         *each_of(TypeError, "verbose=", NO_BOOLS, verify("verbose")),
         *each_of(TypeError, "offload_optimizer got", ("x", None, []), offload),
-        *each_of(TypeError, "is_separable=", ("x", 2),
+        *each_of(TypeError, "is_separable=", ("x", 1.5),
                  lambda model, value: offload(model, sgd(model), is_separable=value)),
         (TypeError, "got a Linear without units",
          lambda _: offload(nn.Linear(2, 2), sgd(nn.Linear(2, 2)))),

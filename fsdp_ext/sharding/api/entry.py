@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
@@ -121,7 +121,8 @@ def fully_shard(
     here.
 
     Args:
-        module: the module to shard in place, or a list of modules to treat as one unit.
+        module: the module to shard in place, or a list or another collection of modules to treat
+                as one unit.
         mesh: device mesh to shard over. By default all ranks. If there is no process group then,
             ``init_process_group()`` makes one from the environment. A 2-D mesh shards over its
             second dimension and replicates over its first (hybrid sharding): gradients are
@@ -304,11 +305,12 @@ cast(Any, fully_shard).state = torch_state.view_of
 
 
 def _outermost(modules: Any) -> list[nn.Module]:
-    """Return the modules of a list that are not inside another one of it."""
-    if not isinstance(modules, (list, tuple)) or not modules:
+    """Return the modules of a collection that are not inside another one of it."""
+    listed = list(modules) if isinstance(modules, Collection) else []
+    if not listed:
         raise ValueError(f"fully_shard got {modules!r}. Pass a module or a non-empty list of them.")
-    check_modules(modules)
-    roots: list[nn.Module] = _get_root_modules(list(modules))
+    check_modules(listed)
+    roots: list[nn.Module] = _get_root_modules(listed)
     return roots
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fsdp_ext._util.numbers import as_bool, is_real
+from fsdp_ext._util.numbers import as_bool, is_real, scalar_of
 from fsdp_ext.sharding.api.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.api.refused_methods import override_rest
 from fsdp_ext.sharding.api.setting_changes import change, refuse_custom_collectives, targets_of
@@ -339,17 +339,25 @@ class FSDPModule(TorchFSDPModule):
             unit.backward_prefetch = ahead
         change(units)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Set the divisor of this unit's summed gradients, instead of the world size.
 
         A backward that reduces accumulated gradients divides their sum by the factor in effect
         then.
-        """
-        if not is_real(factor) or factor <= 0:
-            raise ValueError(f"set_gradient_divide_factor got {factor!r}. Pass a positive number.")
-        change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        Args:
+            factor: a positive number. None stands for the world size again.
+        """
+        divisor = scalar_of(factor)
+        if divisor is not None and (not is_real(divisor) or divisor <= 0):
+            raise ValueError(
+                f"set_gradient_divide_factor got {factor!r}. Pass a positive number, or None for "
+                "the number of ranks."
+            )
+        divisor = None if divisor is None else float(divisor)
+        change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=divisor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """Call :meth:`set_gradient_divide_factor`; this is FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 
