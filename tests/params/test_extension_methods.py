@@ -12,6 +12,8 @@ import torch.distributed as dist
 from support.extensions import HalfWeight, checkpointed, linear_of
 from support.launcher import run_ranks
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import Shard
 
 import fsdp_ext
@@ -172,6 +174,34 @@ def _faulty_post(
 
 Faulty.fsdp_pre_all_gather = _faulty_pre  # type: ignore[method-assign]
 Faulty.fsdp_post_all_gather = _faulty_post  # type: ignore[method-assign]
+
+
+class AsksForThePass(HalfWeight):
+    """Chooses what is gathered as TransformerEngine's weights do."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        group: Any = _get_module_fsdp_state(module)._fsdp_param_group
+        if group._reshard_after_forward:
+            assert group._training_state == TrainingState.FORWARD
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+def _asks_for_the_pass() -> None:
+    for shard in SYSTEMS:
+        model = linear_of(AsksForThePass(torch.ones(4, 4)))
+        shard(model, reshard_after_forward=False)
+        model(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
+    model = linear_of(AsksForThePass(torch.ones(4, 4)))
+    fsdp_ext.fully_shard(model, reshard_after_forward=True)
+    with pytest.raises(AttributeError, match=r"'_training_state'.*reshard_after_forward=False"):
+        model(torch.ones(1, 4))
+
+
+def test_an_extension_cannot_choose_what_is_gathered_by_the_pass() -> None:
+    run_ranks(_asks_for_the_pass, 2)
 
 
 def _errors() -> None:

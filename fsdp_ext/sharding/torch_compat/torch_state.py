@@ -81,6 +81,16 @@ class ParamView(_View):
 class ParamGroupView(_View):
     """A unit's parameters, as ``FSDPParamGroup``."""
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "_training_state":
+            raise AttributeError(
+                "fsdp_ext gathers the same tensors in forward and in backward, so there is no "
+                "'_training_state' for fsdp_pre_all_gather to choose them by. If a weight's class "
+                "asks for it, as TransformerEngine's do, pass reshard_after_forward=False to "
+                "fully_shard for its module."
+            )
+        super().__getattr__(name)
+
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules of the ``fully_shard`` call."""
@@ -96,16 +106,20 @@ class ParamGroupView(_View):
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
         """The mesh over which parameters are sharded after forward; None if they stay whole."""
+        if self._unit.settings.reshard_group > 0:
+            raise NotImplementedError(
+                f"the groups of reshard_after_forward={self._unit.settings.reshard_after_forward} "
+                "have no DeviceMesh. Compute their ranks from the mesh: they are consecutive."
+            )
+        return self.mesh_info if self._reshard_after_forward else None
+
+    @property
+    def _reshard_after_forward(self) -> bool:
         reshards = self._unit.settings.reshard_after_forward
         if reshards is None:
             root = self._unit.root
             reshards = root is None or root.number(self._unit) >= root.root_units
-        if self._unit.settings.reshard_group > 0:
-            raise NotImplementedError(
-                f"the groups of reshard_after_forward={reshards} have no DeviceMesh. Compute their "
-                "ranks from the mesh: they are consecutive."
-            )
-        return self.mesh_info if reshards else None
+        return bool(reshards)
 
     @property
     def mesh(self) -> DeviceMesh:
