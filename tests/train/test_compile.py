@@ -151,3 +151,17 @@ def _compiled_autograd_of_units() -> None:
 
 def test_compiled_autograd_of_sharded_models_is_refused() -> None:
     run_ranks(_compiled_autograd_of_units, 1, fresh=True)
+
+
+def _precompiled_blocks() -> None:
+    run = Sharded(load_system(SYSTEM), Case("", Stack))
+    with torch._dynamo.config.patch(caching_precompile=True):
+        run.model.blocks[0].compile(backend="eager")
+        with pytest.raises(Exception, match=r"caching_precompile pickles .*, so leave it off\."):
+            run.loss(0)
+    run.model.blocks[0].compile(backend="eager")
+    train_step(run, 0)
+
+
+def test_precompiled_caches_of_sharded_modules_are_refused() -> None:
+    run_ranks(_precompiled_blocks, 1, fresh=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -49,6 +50,7 @@ class FSDPModule(TorchFSDPModule):
             f"a sharded {original_class(type(self)).__name__} cannot be pickled or saved as a "
             "whole, because its parameters belong to this rank. Save its state dict instead, e.g. "
             "torch.save(model.state_dict(), path), or use torch.distributed.checkpoint."
+            f"{_advice_for_precompile()}"
         )
 
     def __copy__(self) -> Any:
@@ -583,6 +585,14 @@ class FSDPModule(TorchFSDPModule):
 
 
 override_rest(FSDPModule, TorchFSDPModule)
+
+
+def _advice_for_precompile() -> str:
+    """Return what to do if ``torch.compile``, which pickles modules then, may have asked."""
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if not getattr(dynamo, "caching_precompile", False):
+        return ""
+    return " torch._dynamo.config.caching_precompile pickles compiled modules, so leave it off."
 
 
 # - The class of a sharded module
