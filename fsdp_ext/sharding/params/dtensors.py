@@ -167,7 +167,7 @@ def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], 
     @torch.no_grad()
     def make(flat: torch.Tensor) -> list[DTensor]:
         return [
-            place.spread.dtensor(
+            place.spread.wrap(
                 _C.FlatTensor.part_of(flat, place.offset, place.local_shape, place.dtype)
             )
             for place in places

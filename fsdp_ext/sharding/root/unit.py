@@ -580,6 +580,8 @@ class Unit(ParamGroup):
         extensions = [
             Extension(param, self.ranks, policy, self.compute_dtype(param)) for param in extended
         ]
+        had_inputs = bool(self.inputs)
         self.inputs = [each for extension in extensions for each in extension.inputs]
-        self.flatten()
+        if had_inputs or self.inputs:
+            self.flatten()
         return extensions
