@@ -112,6 +112,28 @@ def test_hooks_of_a_failed_backward_do_not_run_in_the_next_one() -> None:
     run_ranks(_hooks_after_a_hook_that_failed, 2)
 
 
+def _order_of_hooks(system: str) -> list[str]:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (model[0], model):
+        load_system(system).fully_shard(module)
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model[0].register_full_backward_hook(lambda *_: order.append("backward of 0"))
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return order
+
+
+def _hooks_in_order() -> None:
+    first, second = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
+    assert sorted(_order_of_hooks("fsdp2")) == sorted(_order_of_hooks(SYSTEM))
+    assert _order_of_hooks(SYSTEM) == ["backward of 0", *second, *first]
+
+
+def test_post_accumulate_hooks_run_at_the_end_of_backward() -> None:
+    run_ranks(_hooks_in_order, 2)
+
+
 class Masked(nn.Module):
     """Puts hooks and an attribute on its unsharded weight, once."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import parity
 from support.launcher import run_ranks
 from support.models import TwoLayers
 from torch import Tensor
@@ -218,3 +219,23 @@ def _graph() -> None:
 
 def test_a_backward_that_makes_a_graph_leaves_gradients_where_users_look() -> None:
     run_ranks(_graph, 2)
+
+
+def _gradients_set_by_users() -> None:
+    seen = []
+    for system in (torch_fully_shard, fully_shard):
+        model = sharded(system)
+        own = {name: torch.ones_like(param) for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            param.grad = own[name]
+        model(ones()).sum().backward()
+        seen.append([param.grad.to_local().clone() for param in model.parameters()])
+        is_same = [param.grad is own[name] for name, param in model.named_parameters()]
+        assert is_same == [system is torch_fully_shard] * len(own)
+        if system is fully_shard:
+            assert all(torch.all(one.to_local() == 1.0) for one in own.values())
+    parity.assert_same("FSDP2", *seen)
+
+
+def test_backward_adds_to_a_gradient_that_users_have_set_and_leaves_their_tensor() -> None:
+    run_ranks(_gradients_set_by_users, 2)

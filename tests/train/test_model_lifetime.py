@@ -87,19 +87,30 @@ def _released() -> None:
     assert loss.grad_fn is not None
 
 
+def _set_attribute(parameter: Any, reference: Any) -> None:
+    parameter.model = reference
+
+
+def _register_hook(parameter: Any, reference: Any) -> None:
+    parameter.register_hook(lambda gradient: None if reference is None else gradient)
+
+
 def _referred_to() -> None:
     for refers in (weakref.ref, lambda model: model):
-        model = make_model()
-        for parameter in model.parameters():
-            parameter.model = refers(model)  # type: ignore[attr-defined]
-        model(torch.ones(4, 6)).sum().backward()
-        known = weakref.ref(model)
-        del model, parameter
-        gc.collect()
-        assert (known() is None) is (refers is weakref.ref)
+        for put, is_whole in itertools.product((_set_attribute, _register_hook), (False, True)):
+            model: Any = make_model()
+            if is_whole:
+                model[0].unshard()
+            for parameter in model[0].parameters():
+                put(parameter, refers(model))
+            model(torch.ones(4, 6)).sum().backward()
+            known = weakref.ref(model)
+            del model, parameter
+            gc.collect()
+            assert (known() is None) is (refers is weakref.ref), (put, is_whole)
 
 
-def test_a_parameter_may_refer_to_its_model_weakly() -> None:
+def test_attributes_and_hooks_of_a_parameter_may_refer_to_its_model_weakly() -> None:
     run_ranks(_referred_to, 2, fresh=True)
 
 
