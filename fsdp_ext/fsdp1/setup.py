@@ -38,6 +38,7 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.sharding.api.arguments import check_dtypes, has_no_forward
+from fsdp_ext.sharding.params.flat_parameter import NAME as FLAT
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.params.ownership import is_sharded, keeps_own_rows
 from fsdp_ext.sharding.root.module_state import managed_params
@@ -325,13 +326,26 @@ def wrap_children(
         _children_are_wrapped.reset(token)
 
 
+def wrap_under_all_names(root: nn.Module) -> None:
+    """Replace modules in ``root`` that have a wrapper, and a second name without it."""
+    wrapper_of = {m._modules[WRAPPED]: m for m in root.modules() if is_wrapper(m)}
+    for parent in [module for module in root.modules() if not is_wrapper(module)]:
+        for name, child in list(parent._modules.items()):
+            wrapper = child
+            while wrapper in wrapper_of:
+                wrapper = wrapper_of[wrapper]
+            if wrapper is not child:
+                setattr(parent, name, wrapper)
+
+
 def own_modules(root: nn.Module, ignored: set[nn.Module]) -> dict[str, nn.Module]:
     """Return the modules of ``root``'s unit by name: neither ignored nor under another wrapper."""
     own: dict[str, nn.Module] = {}
     seen = set(ignored)
 
     def collect(name: str, module: nn.Module) -> None:
-        if module not in seen and not is_wrapper(module):
+        # Where only its other name is wrapped, a module has its wrapper's flat parameter.
+        if module not in seen and not is_wrapper(module) and FLAT not in module._parameters:
             seen.add(module)
             own[name] = module
             for child_name, child in module.named_children():

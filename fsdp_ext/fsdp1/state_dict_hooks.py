@@ -40,6 +40,8 @@ def remove_wrapper_names(
         _take_summoned(module, state_dict, prefix, names, form)
     if form.is_local and unit.flat_param is not None:
         state_dict[prefix + FLAT] = unit.flat_param.local_shard(state_dict[prefix + FLAT])
+    if not form.is_local:
+        _refuse_flat(names)
     form.convert_all(state_dict, names, unit.ranks)
 
 
@@ -54,6 +56,16 @@ def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
         if is_wrapper(module) and module is not wrapper
     )
     return [name for name in state_dict if name.startswith(prefix) and not name.startswith(inside)]
+
+
+def _refuse_flat(names: list[str]) -> None:
+    """Raise RuntimeError if a name is that of a flat parameter, which has a shard of this rank."""
+    for name in names:
+        if name.rpartition(".")[2] == FLAT:
+            raise RuntimeError(
+                f"state_dict found '{name}', a shard of a module that is wrapped under another "
+                "name only. Replace the module by its wrapper under this name, too."
+            )
 
 
 def _take_summoned(

@@ -50,6 +50,7 @@ from fsdp_ext.fsdp1.setup import (
     resolve_device,
     resolve_ignored,
     wrap_children,
+    wrap_under_all_names,
 )
 from fsdp_ext.fsdp1.state_dict_forms import DEFAULT, refuse_optimizers_of_flat_parameters
 from fsdp_ext.fsdp1.state_dict_hooks import (
@@ -193,6 +194,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             kwargs.update(ignored_modules=None, ignored_states=[*ignored, *ignored_params])
             cls = FullyShardedDataParallel
             wrap_children(module, auto_wrap_policy, ignored, ignored_params, kwargs, cls)
+        wrap_under_all_names(module)
         check_container(module, ignored_params)
         for wrapper in self.fsdp_modules(module):
             check_same_ranks(strategy, wrapper.sharding_strategy)

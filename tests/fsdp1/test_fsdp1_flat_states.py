@@ -167,6 +167,47 @@ def test_an_error_in_loading_leaves_the_flat_parameters() -> None:
     run_ranks(failed_loading, 2)
 
 
+class Shared(nn.Module):
+    """Has one block under two names, and in a module beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = Stack().blocks[0]
+        self.beside = Nested(self.a)
+        self.last = Stack().blocks[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.beside.inner(self.b(self.a(x))))
+
+
+def by_hand(model: Any) -> FSDP:
+    model.b = FSDP(model.b)
+    model.beside = FSDP(model.beside, sync_module_states=True)  # it has the unwrapped block
+    return FSDP(model, sync_module_states=True)
+
+
+def shared_modules() -> None:
+    x = torch.ones(2, models.DIM)
+    for wrap in (by_hand, lambda model: FSDP(model, auto_wrap_policy=BY_BLOCK)):
+        torch.manual_seed(0)
+        plain = Shared()
+        wrapped: Any = wrap(copy.deepcopy(plain))
+        full = wrapped.state_dict()
+        assert_equal(full, plain.state_dict())
+        wrapped.load_state_dict({name: value * 2 for name, value in full.items()})
+        plain.load_state_dict({name: value * 2 for name, value in full.items()})
+        loss = wrapped(x).sum()
+        loss.backward()
+        assert torch.equal(loss, plain(x).sum())
+    wrapped.module.b = wrapped.module.b.module
+    with pytest.raises(RuntimeError, match=r"found 'b\._flat_param', a shard .* under this name"):
+        wrapped.state_dict()
+
+
+def test_a_module_under_several_names_is_wrapped_and_saved_under_each() -> None:
+    run_ranks(shared_modules, 2)
+
+
 def optimizer_states() -> None:
     found, states = [], []
     for wrap, kind, flat in ((FSDP, FSDP, False), (FSDP, FSDP, True), (torchs, TorchFSDP, False)):
