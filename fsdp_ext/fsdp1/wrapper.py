@@ -196,9 +196,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrap_children(module, auto_wrap_policy, ignored, ignored_params, kwargs, cls)
         wrap_under_all_names(module)
         check_container(module, ignored_params)
-        for wrapper in self.fsdp_modules(module):
+        inside = self.fsdp_modules(module)
+        for wrapper in inside:
             check_same_ranks(strategy, wrapper.sharding_strategy)
-            wrapper._is_root = False
 
         whole = strategy is ShardingStrategy.NO_SHARD
         self.process_group = mesh.get_group(0) if whole else Ranks(mesh).shard_group
@@ -241,6 +241,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             self._use_orig_params = use_orig_params
             originals = own_parameters(own.values()) if use_orig_params else {}
             self._make_unit(module, mesh, originals, check_every)
+        for wrapper in inside:  # last, so that they stay outermost if this wrapper raises
+            wrapper._is_root = False
 
     def _make_unit(
         self,

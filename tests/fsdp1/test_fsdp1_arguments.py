@@ -166,6 +166,7 @@ def refused() -> None:
     inside.head, inside.blocks[0] = FSDP(inside.head), FSDP(inside.blocks[0])
     FSDP(wrapped := nn.Linear(2, 2))
     unsharded = FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+    mixed = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2).double())
     with torch.device("meta"):
         meta, unable, linear = Stack(), nn.Sequential(NoReset()), nn.Linear(2, 2)
     check_messages([
@@ -201,7 +202,9 @@ def refused() -> None:
         (TypeError, "backward_prefetch is 'pre'.*BACKWARD_PRE", wrap(backward_prefetch="pre")),
         (NotImplementedError, "NO_SHARD and .*FULL_SHARD, which shard over",
          wrap(nn.Sequential(unsharded))),
+        (ValueError, "which differ in dtypes", wrap(mixed, use_orig_params=False)),
     ])  # fmt: skip
+    assert all(wrapper.check_is_root() for wrapper in (inside.head, unsharded, mixed[0]))
 
 
 def test_arguments_that_cannot_be_are_refused() -> None:
