@@ -6,7 +6,7 @@ An optimizer's state has the names and the shapes of the parameters that it belo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -239,7 +239,10 @@ class StateDictMethods:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Return the whole state on the host: an older :meth:`optim_state_dict`."""
+        """Return the whole state on the host: an older :meth:`optim_state_dict`.
+
+        ``optim_input`` has no effect, because ``optim`` has the parameters.
+        """
         form = Form(is_full=True, offload_to_cpu=True, rank0_only=rank0_only)
         return cls._optimizer_state(model, optim, form, "full_optim_state_dict")
 
@@ -258,8 +261,16 @@ class StateDictMethods:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> State:
-        """Return a whole state that all ranks have, for ``optim.load_state_dict``."""
-        groups = cls._groups_in(model, optim)
+        """Return a whole state that all ranks have, for ``optim.load_state_dict``.
+
+        Args:
+            full_optim_state_dict: what :meth:`full_optim_state_dict` returned.
+            model: the wrapped model.
+            optim_input: the parameters or groups that the optimizer was made of.
+            optim: the optimizer, which can take the place of ``optim_input``. Without either, it
+                has ``model.parameters()``.
+        """
+        groups = cls._groups_in(model, optim_input, optim)
         return cls._to_load(model, groups, full_optim_state_dict, only_rank_0_has_it=False)
 
     @classmethod
@@ -280,8 +291,11 @@ class StateDictMethods:
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> State:
-        """Return rank 0's whole state, for each rank's ``optim.load_state_dict``."""
-        groups = cls._groups_in(model, optim)
+        """Return rank 0's whole state, for each rank's ``optim.load_state_dict``.
+
+        The arguments are those of :meth:`shard_full_optim_state_dict`.
+        """
+        groups = cls._groups_in(model, optim_input, optim)
         return cls._to_load(model, groups, full_optim_state_dict or {}, only_rank_0_has_it=True)
 
     @classmethod
@@ -298,9 +312,14 @@ class StateDictMethods:
         Args:
             optim_state_dict: a state with either.
             optim_state_key_type: the kind of keys in the result.
-            model: any module, wrapped or not, whose parameters the optimizer has.
-            optim_input: not used.
-            optim: its optimizer. None: the parameters are numbered as the model has them.
+            model: any module without flat parameters, wrapped or not, whose parameters the
+                optimizer has.
+            optim_input: the parameters or groups that the optimizer was made of.
+            optim: the optimizer, which can take the place of ``optim_input``. Without either, it
+                has ``model.parameters()``.
+
+        Raises:
+            ValueError: if the state has a parameter that is not one of these.
         """
         check_state(optim_state_dict)
         if not isinstance(optim_state_key_type, OptimStateKeyType):
@@ -308,12 +327,29 @@ class StateDictMethods:
                 f"optim_state_key_type is {optim_state_key_type!r}. Pass "
                 "OptimStateKeyType.PARAM_ID or PARAM_NAME."
             )
-        params = [param for group in cls._groups_in(model, optim) for param in group]
+        params = list(chain.from_iterable(cls._groups_in(model, optim_input, optim)))
         names = cls._names_of(params, model)
-        keys: dict[Any, Any] = dict(enumerate(names))
-        if optim_state_key_type is OptimStateKeyType.PARAM_ID:
-            keys = {name: number for number, name in keys.items()}
-        return with_keys(optim_state_dict, lambda key: keys.get(key, key))
+        flat = cls._flat_parameters(names, params, model)
+        numbered = [(n, name) for n, name in enumerate(names) if flat.own_names(name) == [name]]
+        is_by_number = optim_state_key_type is OptimStateKeyType.PARAM_ID
+        keys = {name: n for n, name in numbered} if is_by_number else dict(numbered)
+
+        def rename(key: Any) -> Any:
+            if isinstance(key, int if is_by_number else str):
+                return key
+            if key not in keys:
+                raise ValueError(
+                    f"rekey_optim_state_dict got a state with {key!r}, which is no parameter of "
+                    f"the {type(model).__name__}, or is in a flat one. Pass the unwrapped model, "
+                    "and the optimizer that has the state."
+                )
+            return keys[key]
+
+        rekeyed = with_keys(optim_state_dict, rename)
+        if is_by_number:  # optimizers number parameters in order, and load them by their places
+            for group in rekeyed.get("param_groups", ()):
+                group["params"].sort()
+        return rekeyed
 
     @classmethod
     def _optimizer_state(
@@ -403,10 +439,26 @@ class StateDictMethods:
         return [without_checkpointing(names[param]) for param in params]
 
     @classmethod
-    def _groups_in(cls, model: nn.Module, optim: Optimizer | None) -> list[list[nn.Parameter]]:
-        """Return the groups of an optimizer; without one all parameters of the model as one."""
+    def _groups_in(
+        cls, model: nn.Module, optim_input: Any, optim: Optimizer | None
+    ) -> list[list[nn.Parameter]]:
+        """Return an optimizer's groups; those that it was made of, or all parameters as one.
+
+        Raises:
+            TypeError: if ``optim_input`` has neither parameters nor groups.
+            ValueError: if ``optim`` has other groups.
+        """
         cls.fsdp_modules(model)  # raises if it is no module
-        return [list(model.parameters())] if optim is None else _groups_of(optim)
+        groups = None if optim is None else _groups_of(optim)
+        if optim_input is None:
+            return [list(model.parameters())] if groups is None else groups
+        given = _groups_given(optim_input)
+        if groups is not None and [[*map(id, g)] for g in groups] != [[*map(id, g)] for g in given]:
+            raise ValueError(
+                "optim_input has other parameters than optim, or in another order. Pass one of the "
+                "two."
+            )
+        return given
 
     @classmethod
     def _unit_of(cls, model: nn.Module) -> Unit:
@@ -428,3 +480,17 @@ def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:
             "the model's."
         )
     return [group["params"] for group in optim.param_groups]
+
+
+def _groups_given(optim_input: Any) -> list[list[nn.Parameter]]:
+    """Return the groups of the argument that an optimizer was made of."""
+    entries = list(optim_input) if isinstance(optim_input, Iterable) else []
+    if entries and all(isinstance(entry, torch.Tensor) for entry in entries):
+        return [entries]
+    if not entries or not all(isinstance(entry, dict) and "params" in entry for entry in entries):
+        raise TypeError(
+            "optim_input is not what an optimizer can be made of. Pass a list of parameters, or of "
+            "groups, which are dicts with 'params'."
+        )
+    given: list[Any] = [entry["params"] for entry in entries]
+    return [[one] if isinstance(one, nn.Parameter) else list(one) for one in given]

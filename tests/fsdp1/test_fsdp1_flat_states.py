@@ -17,7 +17,7 @@ from support.models import Stack
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
@@ -264,6 +264,33 @@ def loaded_optimizer_states(kind: StateDictType) -> None:
 )
 def test_training_goes_on_from_what_either_kind_of_wrapper_has_saved(kind: StateDictType) -> None:
     run_ranks(loaded_optimizer_states, 2, kind)
+
+
+def rekeyed_states() -> None:
+    model = make(models.FewRows)
+    plain = copy.deepcopy(model)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    optimizer = adamw(wrapped.parameters())
+    train(wrapped, model, optimizer, steps=1)
+    full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)
+    numbered = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain)
+    loaded = adamw(plain.parameters())
+    loaded.load_state_dict(numbered)
+    for name, param in plain.named_parameters():
+        assert torch.equal(loaded.state[param]["exp_avg"], full["state"][name]["exp_avg"])
+    for state, key in (
+        (full, OptimStateKeyType.PARAM_ID),
+        (numbered, OptimStateKeyType.PARAM_NAME),
+    ):
+        with pytest.raises(ValueError, match=r"a state with .* is in a flat one\. Pass the unwrap"):
+            FSDP.rekey_optim_state_dict(state, key, wrapped)
+    unknown = {"state": {}, "param_groups": [{"params": ["other"]}]}
+    with pytest.raises(ValueError, match="a state with 'other', which is no parameter of the Few"):
+        FSDP.rekey_optim_state_dict(unknown, OptimStateKeyType.PARAM_ID, plain)
+
+
+def test_rekeyed_states_load_into_the_unwrapped_models_optimizer() -> None:
+    run_ranks(rekeyed_states, 2)
 
 
 def distributed_checkpoint() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.fsdp1_parity import BY_BLOCK, CPU, FSDP, assert_equal, make, run, state, torch_fsdp
 from support.launcher import run_ranks
-from support.models import Stack
+from support.models import DIM, Stack
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import (
@@ -216,6 +216,41 @@ def _other_keys() -> None:
 
 def test_a_state_is_keyed_by_names_or_numbers() -> None:
     run_ranks(_other_keys, 2)
+
+
+def _groups_given() -> None:
+    """What the optimizer was made of takes its place."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        params = list(model.parameters())[::-1]
+        return [{"params": params[:1]}, {"params": iter(params[1:]), "weight_decay": 0.5}]
+
+    plain = make(Stack)
+    optimizer = AdamW(groups(plain))
+    plain(torch.ones(2, DIM)).sum().backward()
+    optimizer.step()
+    named = FSDP.rekey_optim_state_dict(
+        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim_input=groups(plain)
+    )
+    for name, param in plain.named_parameters():
+        assert torch.equal(named["state"][name]["exp_avg"], optimizer.state[param]["exp_avg"])
+    ours = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+    sharded = AdamW(groups(ours))
+    for load in (FSDP.shard_full_optim_state_dict, FSDP.scatter_full_optim_state_dict):
+        sharded.load_state_dict(load(named, ours, optim_input=groups(ours)))
+        assert_equal(flat(FSDP.full_optim_state_dict(ours, sharded, rank0_only=False)), flat(named))
+        load(named, ours, optim_input=groups(ours), optim=sharded)
+        with pytest.raises(
+            ValueError, match=r"other parameters than optim, .* Pass one of the two"
+        ):
+            load(named, ours, optim_input=ours.parameters(), optim=sharded)
+        for wrong in (2, [], ["head"], [{"lr": 0.1}]):
+            with pytest.raises(TypeError, match=r"optim_input is not .* Pass a list of parameters"):
+                load(named, ours, optim_input=wrong)
+
+
+def test_an_optimizers_input_takes_its_place() -> None:
+    run_ranks(_groups_given, 2)
 
 
 def _settings() -> None:
