@@ -7,6 +7,7 @@ So both kinds of wrappers load each other's saved states.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class FlatParameters:
         """Return the states of flat parameters, joined from the shards of states of their parts.
 
         Raises:
-            ValueError: if some of the parameters in a flat one have no values, and others have.
+            ValueError: if some of the parameters in a flat one have no values, and others have, or
+                if they differ in a value that is not of each element, such as the step.
         """
         joined = dict(states)
         for name, flat in self._flats.items():
@@ -82,9 +84,11 @@ class FlatParameters:
                     "use_orig_params=True."
                 )
             own_states = [joined.pop(each) for each in own]
-            joined[name] = {
-                key: _join([values[key] for values in own_states], flat) for key in own_states[0]
-            }
+            keys = dict.fromkeys(chain.from_iterable(own_states))
+            parts = {key: [values.get(key) for values in own_states] for key in keys}
+            for key, values in parts.items():
+                _check_agree(key, values, own)
+            joined[name] = {key: _join(values, flat) for key, values in parts.items()}
         return joined
 
 
@@ -93,6 +97,27 @@ def _split(value: Any, flat: FlatParameter) -> list[Any]:
     if isinstance(value, torch.Tensor) and value.shape == flat.param.shape:
         return [param.spread.dtensor(part) for param, part in flat.parts(value)]
     return [value for _ in flat.params]
+
+
+def _check_agree(key: str, values: list[Any], own: list[str]) -> None:
+    """Raise ValueError if a flat parameter's state cannot have the values of all ``own`` in it."""
+    kinds = [_kind(value) for value in values]
+    for name, kind in zip(own, kinds, strict=True):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"the optimizer's state of '{own[0]}' has '{key}' {kinds[0]}, and that of '{name}' "
+                f"{kind}, but they are in one flat parameter, which has one value for all. Use "
+                "use_orig_params=True, or save a state in which they agree."
+            )
+
+
+def _kind(value: Any) -> str:
+    """Return in words what values of one flat parameter have in common."""
+    if isinstance(value, DTensor):
+        return f"of each element, in {value.dtype}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.tolist()} in {value.dtype}"
+    return repr(value)
 
 
 def _join(values: list[Any], flat: FlatParameter) -> Any:

@@ -293,6 +293,34 @@ def test_rekeyed_states_load_into_the_unwrapped_models_optimizer() -> None:
     run_ranks(rekeyed_states, 2)
 
 
+def different_values() -> None:
+    wrapped: Any = FSDP(nn.Linear(4, 4))
+    optimizer = adamw(wrapped.parameters())
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(wrapped, optimizer)
+    average = saved["state"]["bias"]["exp_avg"]
+    for key, value, words in (
+        (
+            "step",
+            torch.tensor(7.0),
+            r"'weight' has 'step' 1\.0 .* of 'bias' 7\.0 in torch\.float32",
+        ),
+        ("step", torch.tensor(1), r"'step' 1\.0 in torch\.float32, .* 1 in torch\.int64"),
+        ("exp_avg", average.double(), "'exp_avg' of each element, in torch.float32, .*float64"),
+        ("other", 3, "'other' None, and that of 'bias' 3, but they are in one flat parameter"),
+    ):
+        state = copy.deepcopy(saved)
+        state["state"]["bias"][key] = value
+        with pytest.raises(ValueError, match=words):
+            FSDP.optim_state_dict_to_load(wrapped, optimizer, state)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(wrapped, optimizer, saved))
+
+
+def test_values_that_differ_within_a_flat_parameter_are_refused_as_by_fsdp1() -> None:
+    run_ranks(different_values, 2)
+
+
 def distributed_checkpoint() -> None:
     model = make(Stack)
     wrapped = FSDP(model)
