@@ -65,6 +65,7 @@ from fsdp_ext.fsdp1.summon import Summoning, SummonMethods, summon
 from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.optim.clip import Limits, clip
+from fsdp_ext.optim.norms import NormRanks
 from fsdp_ext.sharding.api.arguments import check_modules
 from fsdp_ext.sharding.api.entry import make_units
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
@@ -424,16 +425,18 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients down in place to a total norm of at most ``max_norm``; on all ranks.
 
-        Gradients of ignored parameters count with each rank's own values.
+        A finite norm has each rank's own gradients of ignored parameters. If these differ between
+        ranks, so do the norm and the scale, as under FSDP1: average them before. The maximum has
+        those of all ranks.
 
         Args:
             max_norm: the largest norm to leave.
             norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
 
         Returns:
-            The norm before scaling: a plain scalar, equal on all ranks, computed in at least
-            float32 and returned in the dtype that this rank's gradients promote to, or its
-            parameters if it has no gradients.
+            The norm before scaling: a plain scalar, computed in at least float32 and returned in
+            the dtype that this rank's gradients promote to, or its parameters if it has no
+            gradients.
 
         Raises:
             TypeError: if an argument is no number.
@@ -445,7 +448,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         limits = Limits.of("clip_grad_norm_", max_norm, norm_type)
         for wrapper in self.fsdp_modules(self):
             reshard_and_forget(wrapper._fsdp_ext_unit)  # the sharded parameters have the gradients
-        return clip(list(self.parameters()), limits)
+        unit = self._fsdp_ext_unit
+        every_rank = NormRanks(tuple(unit.ranks.groups), unit.device)
+        return clip(list(self.parameters()), limits, maximum_over=every_rank)
 
     # FSDP1 lacks these methods. Errors about ranks that run different units recommend them.
     join_empty: Any = FSDPModule.join_empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,8 +110,21 @@ def number_of(caller: str, name: str, value: Any) -> float:
 
 
 @torch.no_grad()
-def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-    """Scale the gradients of ``params`` down. See :func:`clip_grad_norm_`."""
+def clip(
+    params: list[Any],
+    limits: Limits,
+    *,
+    maximum_over: NormRanks | None = None,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of ``params`` down. See :func:`clip_grad_norm_`.
+
+    Args:
+        params: the parameters.
+        limits: the limits.
+        maximum_over: the ranks over which the maximum of gradients that are not sharded is taken.
+        error_if_nonfinite: whether to raise if the norm is NaN or Inf.
+    """
     found = _gradients_of(params)
     if any(unit.settings.update is not None for unit in found.units):
         raise RuntimeError(
@@ -118,6 +132,8 @@ def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False)
             "their gradients no longer exist. To clip, pass max_norm to its attach()."
         )
     grads = found.by_ranks()
+    if maximum_over is not None and limits.norm_type == math.inf:
+        grads = _with_whole_over(grads, maximum_over)
     norms = {ranks: norms_of(own, limits.norm_type, found.dtype) for ranks, own in grads.items()}
     total = total_norm(norms, limits.norm_type, found.dtype, _CALLER)
     if error_if_nonfinite and not total.isfinite():
@@ -130,6 +146,16 @@ def clip(params: list[Any], limits: Limits, *, error_if_nonfinite: bool = False)
     multiply(every, limits.scale(total).to)
     dtypes = {grad.dtype for grad in every} or {param.dtype for param in params}
     return total.to(promoted(dtypes)) if dtypes else total
+
+
+def _with_whole_over(
+    grads: dict[NormRanks, list[torch.Tensor]], over: NormRanks
+) -> dict[NormRanks, list[torch.Tensor]]:
+    """Return gradients by ranks, with those that are not sharded under ``over``."""
+    found: dict[NormRanks, list[torch.Tensor]] = {}
+    for ranks, own in grads.items():
+        found.setdefault(ranks if ranks.groups else over, []).extend(own)
+    return found
 
 
 class _Gradients:

@@ -130,6 +130,15 @@ def clip_corners() -> None:
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_ was called .* inside another one"):
         wrapped.blocks[0].clip_grad_norm_(1.0)
 
+    for wrap in (FSDP, torch_fsdp):  # the greatest gradient is an ignored one of rank 1
+        model = make(Stack)
+        wrapped = wrap(model, auto_wrap_policy=BY_BLOCK, ignored_modules=[model.head])
+        (wrapped(torch.ones(2, DIM)) * (1 + 9 * dist.get_rank())).sum().backward()
+        local = max(float(param.grad.abs().max()) for param in model.head.parameters())
+        norm = wrapped.clip_grad_norm_(1.0, math.inf)
+        dist.all_reduce(greatest := torch.tensor(local), dist.ReduceOp.MAX)
+        assert torch.equal(norm, greatest)
+
     double = FSDP(make(Stack).double())
     double(torch.ones(2, DIM).double()).sum().backward()
     assert double.clip_grad_norm_(1.0).dtype == torch.float64
