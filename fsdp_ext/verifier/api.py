@@ -89,7 +89,8 @@ def verify(
     Raises:
         TypeError: if an argument has a wrong type, or the loss is not a tensor.
         ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
-            or another argument cannot be used, or ranks have different parameters.
+            or another argument cannot be used, or ranks have different parameters, or the loss or a
+            gradient is NaN or infinite without sharding.
         NotImplementedError: without a process group, with PyTorch 2.11.
         Exception: any error of the unsharded model.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -250,13 +250,18 @@ def check_first_loss(site: Site) -> None:
 
     Raises:
         TypeError: if the loss is not a tensor.
-        ValueError: if it is not a scalar that requires a gradient.
+        ValueError: if it is not a scalar that requires a gradient, or if it or a gradient is NaN or
+            infinite.
         RuntimeError: if only other ranks raise an error.
     """
     subject = site.subject
     error: Exception | None = None
     try:
-        Trainee(subject.plain(), subject, Way()).step()
+        trainee = Trainee(subject.plain(), subject, Way())
+        _check_finite(trainee.step())
+        _check_finite(
+            (f"the gradient of '{n}'", p.grad) for n, p in trainee.model.named_parameters()
+        )
     except Exception as raised:
         error = raised
     texts = exchange(None if error is None else f"{type(error).__name__}: {error}")
@@ -268,3 +273,12 @@ def check_first_loss(site: Site) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"verify: the unsharded model raised on rank {rank}: {text}")
+
+
+def _check_finite(values: Iterable[tuple[str, Tensor | None]]) -> None:
+    for name, value in values:
+        if value is not None and not bool(value.isfinite().all()):
+            raise ValueError(
+                f"verify got a model with NaN or Inf in {name} without sharding, so nothing could "
+                "be compared. Check the model, its batch and its dtype first."
+            )

@@ -424,6 +424,12 @@ def refuse_models_and_arguments() -> None:
         verify(transport=fsdp_ext.Simulated(2, fsdp_ext.Link("x", 0.0, 1e9)))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         fsdp_ext.verify(make(Block), torch.randn(4, WIDTH + 1), units=Block)
+    for bad, words in (
+        (lambda y: y.sum() / 0, "in the loss"),
+        (lambda y: (y * 0).sum().sqrt(), "in the gradient of 'layers"),
+    ):
+        with pytest.raises(ValueError, match=f"with NaN or Inf {words}"):
+            verify(loss=bad)
     uncopied = make(Block)
     uncopied.history = uncopied.head.weight * 2
     with pytest.raises(ValueError, match=r"copy\.deepcopy of it raised RuntimeError"):
