@@ -89,6 +89,7 @@ def _attempt(name: str, check: Callable[[Site], Comparison], site: Site) -> tupl
             values=comparison.values,
             is_exact=comparison.is_exact,
             transport=comparison.transport,
+            untried=comparison.untried,
         )
     except _NotTried as not_tried:
         result = Check(name, None, str(not_tried))

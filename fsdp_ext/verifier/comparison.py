@@ -85,6 +85,7 @@ class Comparison:
         values: how many elements this rank has compared.
         is_exact: whether all of them were compared bit for bit.
         transport: the transport of the collectives; empty if none ran.
+        untried: why values of gradients were not compared; empty if all were.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Comparison:
         self.values = 0
         self.is_exact = True
         self.transport = ""
+        self.untried = ""
         self._number = 0
         self._found: list[Difference] = []
 
@@ -105,10 +107,17 @@ class Comparison:
         bound: Tensor | None = None,
         *,
         of_model: bool = True,
+        untried: str = "",
     ) -> None:
-        """Compare two tensors bit for bit, or within ``bound``."""
+        """Compare two tensors bit for bit, or within ``bound``.
+
+        If ``untried`` says why their values are not compared, only shapes, dtypes and whether
+        values are finite are.
+        """
         self._number += 1
-        if expected is not None and seen is not None:
+        if untried:
+            self.untried, bound = untried, torch.tensor(torch.inf)
+        elif expected is not None and seen is not None:
             self.values += expected.numel()
             self.is_exact &= bound is None
         text = difference(expected, seen, bound, equal_nan=True)

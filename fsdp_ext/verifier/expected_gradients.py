@@ -7,8 +7,13 @@ optimizer, since a gather changes no bit. Gradients are averages over ranks, so 
 order of additions. Over shared memory, composed collectives and threads, ranks are added in the
 order of their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any
 order gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere
-(NCCL, gloo's own collectives) a sum of N terms in any order differs from the exact one by less than
-(N - 1) eps sum(|terms|), so two such sums differ by less than twice that.
+(NCCL, gloo's own collectives) N - 1 additions in any order are off by less than half of
+N eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards rounds each
+result once more, by half of its eps.
+
+The bound grows with the number of ranks, and the part of one rank in the sum shrinks. Where the
+bound exceeds half of a rank's average part, the gradient of a missing rank could hide in it, so
+gradients are not compared.
 """
 
 from __future__ import annotations
@@ -64,8 +69,22 @@ class Reduction:
         """Return by how much each element may differ if the order of additions is unknown."""
         terms = self._terms(gradients, like)
         magnitude = torch.stack([term.abs().double() for term in terms]).sum(0) * self.after
-        eps = torch.finfo(self.reduce_dtype).eps + torch.finfo(self.grad_dtype).eps
-        return 2 * len(terms) * eps * magnitude
+        return self._relative_bound(len(terms)) * magnitude
+
+    def untried(self, ranks: int) -> str:
+        """Return why gradients of so many ranks cannot be compared; empty if they can."""
+        if self.is_exact or self._relative_bound(ranks) <= 0.5 / ranks:
+            return ""
+        dtypes = self.reduce_dtype, self.grad_dtype
+        narrowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return (
+            f"the rounding of an average over {ranks} ranks in {narrowest} may hide a rank that "
+            "is missing in it. Call verify on fewer ranks, or with wider dtypes."
+        )
+
+    def _relative_bound(self, ranks: int) -> float:
+        eps = torch.finfo(self.reduce_dtype).eps, torch.finfo(self.grad_dtype).eps
+        return ranks * eps[0] + 2 * eps[1]
 
     def _terms(self, gradients: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         zero = torch.zeros(like.shape, dtype=self.reduce_dtype, device=like.device)

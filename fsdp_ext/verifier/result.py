@@ -19,6 +19,7 @@ class Check:
         values: how many elements the first rank compared.
         is_exact: whether they were compared bit for bit.
         transport: the transport of the collectives; empty if there were none.
+        untried: why gradients were left out; empty if they were compared.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Check:
     values: int = 0
     is_exact: bool = True
     transport: str = ""
+    untried: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,26 @@ class Verification:
         """Return the table."""
         rows = [(check.name, f"{check.values:,}", _result(check)) for check in self.checks]
         table = columns(("tried", "values compared", "result"), rows, left=(0, 2))
-        note = (
-            "Gradients were compared within the rounding of a sum over ranks, whose order the "
-            "transport does not fix, and everything else bit for bit."
-        )
-        is_exact = all(check.is_exact for check in self.checks)
-        return "\n".join([self._head(), *table, *([] if is_exact else [note])])
+        notes = []
+        if not all(check.is_exact for check in self.checks):
+            notes.append(
+                "Gradients were compared within the rounding of a sum over ranks, whose order the "
+                "transport does not fix, and everything else bit for bit."
+            )
+        notes += [f"Gradients were not tried: {reason}" for reason in self._untried]
+        return "\n".join([self._head(), *table, *notes])
+
+    @property
+    def _untried(self) -> list[str]:
+        return list(dict.fromkeys(check.untried for check in self.checks if check.untried))
 
     def _head(self) -> str:
         s = "" if self.units == 1 else "s"
         transports = [check.transport for check in self.checks if check.transport] or ["none"]
-        verdict = "trains as it does unsharded" if self.ok else "DIFFERS from the unsharded model"
+        same = "trains as it does unsharded"
+        if self._untried:
+            same += ", but for gradients that were not tried,"
+        verdict = same if self.ok else "DIFFERS from the unsharded model"
         return (
             f"verify: {self.model} {verdict} ({self.units} unit{s}, {self.ranks} ranks over "
             f"{' and '.join(dict.fromkeys(transports))})"
@@ -81,5 +92,6 @@ def _result(check: Check) -> str:
     if check.ok is None:
         return f"not tried: {check.detail}"
     if check.ok:
-        return "equal" if check.is_exact else "equal up to rounding"
+        equal = "equal" if check.is_exact else "equal up to rounding"
+        return f"{equal}; gradients not tried" if check.untried else equal
     return f"FAILED: {check.detail.splitlines()[0]}"  # errors may list earlier output

@@ -155,7 +155,8 @@ def _compare_gradients(
         gradients = [g if rank in users else None for rank, g in enumerate(gather(own))]
         result = reduction.result(gradients, param)
         bound = None if reduction.is_exact else _rows(reduction.bound(gradients, param), shard)
-        comparison.add(name, "its gradient", _rows(result, shard), seen, bound)
+        untried = reduction.untried(len(gradients))
+        comparison.add(name, "its gradient", _rows(result, shard), seen, bound, untried=untried)
         if not reduction.is_exact and isinstance(shard.grad, DTensor):
             result = shard.grad.full_tensor()  # so that rounding does not add up over steps
         param.grad = result

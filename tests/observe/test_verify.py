@@ -263,19 +263,65 @@ def test_gradients_are_compared_within_a_bound_where_the_order_of_additions_is_u
     run_ranks(verify_in_any_order, 2)
 
 
+def verify_on_many_ranks() -> None:
+    is_exact = expected_gradients._is_exact
+    expected_gradients._is_exact = lambda root, dtype: False
+    narrow = fsdp_ext.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    try:
+        result = verify(Block, ranks=9, mp_policy=narrow)
+    finally:
+        expected_gradients._is_exact = is_exact
+    assert result.ok, str(result)
+    assert result.checks[1].is_exact  # losses and parameters
+    text = " ".join(str(result).split())
+    assert "unsharded, but for gradients that were not tried, (4 units, 9 ranks" in text
+    assert "equal; gradients not tried" in text
+    assert (
+        "the rounding of an average over 9 ranks in torch.bfloat16 may hide a rank that is" in text
+    )
+
+
+@on_threads
+def test_gradients_whose_rounding_could_hide_a_rank_are_not_tried() -> None:
+    run_ranks(alone, 1, verify_on_many_ranks, fresh=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bound_holds_for_any_order_and_not_for_a_wrong_gradient(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(500, generator=generator).to(dtype) for _ in range(7)]
     reduction = Reduction(1 / 7, 1.0, dtype, dtype, is_exact=False)
+    assert not reduction.untried(7)
     bound = reduction.bound(gradients, gradients[0])
     expected = reduction.result(gradients, gradients[0])
     orders = [list(torch.randperm(7, generator=generator)) for _ in range(20)]
     for order in orders:
-        other = reduction.result([gradients[i] for i in order], gradients[0])
-        assert bool(((other.double() - expected.double()).abs() <= bound).all())
+        permuted = [gradients[i] for i in order]
+        # The second one is rounded after each addition.
+        added = sum((gradient.float() / 7).to(dtype) for gradient in permuted)
+        for other in (reduction.result(permuted, gradients[0]), cast(Tensor, added)):
+            assert bool(((other.double() - expected.double()).abs() <= bound).all())
     lacking = reduction.result([*gradients[:-1], None], gradients[0])
-    assert bool(((lacking.double() - expected.double()).abs() > bound).float().mean() > 0.1)
+    assert bool(((lacking.double() - expected.double()).abs() > bound).float().mean() > 0.5)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_tried_where_a_missing_rank_shows(grad_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for ranks in (2, 8, 64):
+            gradients = [torch.randn(500, generator=generator).abs() for _ in range(ranks)]
+            reduction = Reduction(1.0, 1 / ranks, dtype, grad_dtype, is_exact=False)
+            expected = reduction.result(gradients, gradients[0]).double()
+            lacking = reduction.result([*gradients[:-1], None], gradients[0]).double()
+            bound = reduction.bound(gradients, gradients[0])
+            if not reduction.untried(ranks):
+                assert bool(((lacking - expected).abs() > bound).float().mean() > 0.5)
+    assert not Reduction(1.0, 1.0, torch.float32, torch.float32, is_exact=False).untried(64)
+    assert not Reduction(1.0, 1.0, torch.bfloat16, grad_dtype, is_exact=True).untried(64)
+    narrow = Reduction(1.0, 1.0, torch.bfloat16, grad_dtype, is_exact=False)
+    assert "an average over 64 ranks in torch.bfloat16 may hide a rank" in narrow.untried(64)
+    assert not narrow.untried(2)
 
 
 def test_a_difference_is_told_in_words() -> None:
