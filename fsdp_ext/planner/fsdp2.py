@@ -8,7 +8,7 @@ the sum is what torch's allocator counts as allocated, not as reserved.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from torch import nn
 
@@ -42,9 +42,8 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
         step.hold("optimizer states", unit, optimizer_states * trained)
-    moments = list(root.moments())
-    step.forward(moments)
-    step.backward(moments)
+    step.forward(root.moments())
+    step.backward(root.backward_moments)
     return step.peak
 
 
@@ -103,7 +102,7 @@ class _Step:
     def _has(self, what: str, of: Hashable) -> bool:
         return (what, of) in self._held
 
-    def forward(self, moments: list[Moment]) -> None:
+    def forward(self, moments: Iterable[Moment]) -> None:
         """``FSDPState._pre_forward`` and ``_post_forward`` of each unit."""
         used: set[nn.Parameter] = set()
         for kind, unit, param in moments:
@@ -118,17 +117,15 @@ class _Step:
                 self._order.append(unit)
         self._free("all-gather output", self._gathered)
 
-    def backward(self, moments: list[Moment]) -> None:
+    def backward(self, moments: Iterable[Moment]) -> None:
         """``FSDPState._pre_backward``, ``FSDPParamGroup.post_backward`` and the final callback.
 
-        A unit has no backward if nothing that is trained is used before its end. If nothing is
-        before its start, autograd computes no gradient of its inputs, and the final callback runs
-        its ``post_backward``. That is the case of the root and often of an embedding.
+        If nothing that is trained is used before a unit's start, autograd computes no gradient of
+        its inputs, and the final callback runs its ``post_backward``. That is the case of the root
+        and often of an embedding.
         """
-        trained = [i for i, (_, _, param) in enumerate(moments) if param and param.is_trained]
-        first = min(trained, default=len(moments))
         waiting = set(self._groups)
-        for kind, unit, param in reversed(moments[first:]):
+        for kind, unit, param in moments:
             if kind == "leave":
                 self._unshard(unit)
                 self._wait_for_unshard(unit, in_forward=False)

@@ -36,6 +36,8 @@ class Stage:
             lane only copies.
         reduce_bytes: size of its reduce-scatter, summed over all ranks. With 0 there is none.
         reshards: whether its parameters are freed after forward.
+        has_backward: whether backward reaches it. Otherwise it is not gathered again, and
+            ``backward`` does not count.
         copy_seconds_gather: seconds of casts and unpacking on the gather lane.
         copy_seconds_reduce: seconds of packing and of writing gradients on the reduce lane.
         gather_messages: number of messages of its gather; each costs one latency.
@@ -55,6 +57,7 @@ class Stage:
     gather_bytes: int
     reduce_bytes: int
     reshards: bool = True
+    has_backward: bool = True
     copy_seconds_gather: float = 0.0
     copy_seconds_reduce: float = 0.0
     gather_messages: int = 1
@@ -78,10 +81,10 @@ class Stage:
 class PredictedSpan:
     """The work of one lane for one stage, in seconds after the step began.
 
-    ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has two
-    spans on "compute", one in forward and one in backward. An update adds one, on "compute" or on
-    the lane of the reduction. If gradients are packed ahead, it has two on "reduce": the copies and
-    the wire. With replicas it has one span there for each message.
+    ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has a span
+    on "compute" in forward and, if it has a backward, one in backward. An update adds one, on
+    "compute" or on the lane of the reduction. If gradients are packed ahead, it has two on
+    "reduce": the copies and the wire. With replicas it has one span there for each message.
     """
 
     lane: str
@@ -131,14 +134,14 @@ def predict(
     The rules are those of csrc/core/schedule/pipeline.h once the order is known. Forward gathers
     the root first, which encloses the stages. When forward enters a stage, it issues the gathers of
     the next ``depth`` stages, as long as the ring has free slots (csrc/core/memory/buffer_ring.h).
-    A slot is free when its stage's forward has ended. Backward runs the stages in reverse. Stages
-    whose slot has not been taken since forward are still there, and the others are gathered again.
-    A stage's reduction is issued when its backward has ended, and the root's at the very end.
-    Before each reduction is issued, all updates except the latest are finished, and the rest at the
-    end of backward (Note [updates in backward] in csrc/core/reduce/unit_update.h). With replicas,
-    each message is all-reduced after its reduction, while the next one is reduced (Note [replicas]
-    in csrc/core/reduce/reducer.h). Each lane works in order. The step ends when compute and all
-    reductions have ended.
+    A slot is free when its stage's forward has ended. Backward runs the stages in reverse, except
+    those without a backward. Stages whose slot has not been taken since forward are still there,
+    and the others are gathered again. A stage's reduction is issued when its backward has ended,
+    and the root's at the very end. Before each reduction is issued, all updates except the latest
+    are finished, and the rest at the end of backward (Note [updates in backward] in
+    csrc/core/reduce/unit_update.h). With replicas, each message is all-reduced after its reduction,
+    while the next one is reduced (Note [replicas] in csrc/core/reduce/reducer.h). Each lane works
+    in order. The step ends when compute and all reductions have ended.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
@@ -188,7 +191,7 @@ def predict(
     for lane in lanes:
         if lane.jobs:
             clock.wait_for(lane.jobs[-1])
-    compute = sum(stage.forward + stage.backward for stage in chain)
+    compute = sum(stage.forward + stage.backward * stage.has_backward for stage in chain)
     compute += 0.0 if updates_on_lane else sum(stage.update for stage in chain)
     return Prediction(
         step=clock.now,
@@ -394,14 +397,15 @@ class _Program:
                 self._forward(number)
         for number in root:
             self._forward(number)
-        order = [*root, *reversed(below)]
+        order = [n for n in (*root, *reversed(below)) if self.stages[n].has_backward]
         for position, number in enumerate(order):
             self._enter(number, order[position + 1 :])
             self.clock.compute(self.stages[number].name, self.stages[number].backward)
             if number in below:
                 self._reduce(number)
         for number in root:
-            self._reduce(number)
+            if number in order:
+                self._reduce(number)
         self._finish_updates(most=0)
 
     def _forward(self, number: int) -> None:

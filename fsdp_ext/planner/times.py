@@ -10,7 +10,7 @@ from fsdp_ext import _C
 from fsdp_ext.comm.link import Link
 from fsdp_ext.planner.schedule import Prediction, Stage, predict
 from fsdp_ext.planner.sizes import all_reduce_bytes
-from fsdp_ext.planner.units import PlannedRoot
+from fsdp_ext.planner.units import PlannedRoot, PlannedUnit
 
 
 class UnitSeconds(NamedTuple):
@@ -50,7 +50,8 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
         found: their buckets and slots.
         costs: the costs of the parts of the step.
     """
-    stages = [_stage(root, bucket, costs) for bucket in found["buckets"]]
+    reached = {moment.unit for moment in root.backward_moments if moment.kind == "leave"}
+    stages = [_stage(root, bucket, costs, reached) for bucket in found["buckets"]]
     return predict(
         stages[0],
         stages[1:],
@@ -64,7 +65,9 @@ def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> P
     )
 
 
-def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Stage:
+def _stage(
+    root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts, reached: set[PlannedUnit]
+) -> Stage:
     units = bucket["units"]
     has_wire = root.units[0].world_size > 1
     sums = all_reduce_bytes(root, bucket)
@@ -79,6 +82,7 @@ def _stage(root: PlannedRoot, bucket: _C.PlannedBucket, costs: StepCosts) -> Sta
         gather_bytes=bucket["gather_bytes"] if has_wire else 0,
         reduce_bytes=bucket["reduce_bytes"] if has_wire else 0,
         reshards=bucket["reshards_after_forward"],
+        has_backward=any(root.units[number] in reached for number in units),
         copy_seconds_gather=gather_rate * bucket["gather_bytes"],
         copy_seconds_reduce=reduce_rate * bucket["reduce_bytes"],
         gather_messages=bucket["gather_messages"],

@@ -216,8 +216,7 @@ class PlannedRoot(UnitTree):
     def moments(self) -> Iterator[Moment]:
         """Return the moments of forward, in order.
 
-        Modules are taken to run in order of registration, as in the rest of the plan. Backward
-        passes the moments in reverse.
+        Modules are taken to run in order of registration, as in the rest of the plan.
         """
         of_param = {param.parameter: (unit, param) for unit in self.units for param in unit.params}
         modules_left = {
@@ -246,6 +245,18 @@ class PlannedRoot(UnitTree):
                     yield Moment("leave", unit)
 
         return visit(self.module)
+
+    @cached_property
+    def backward_moments(self) -> list[Moment]:
+        """The moments that backward passes, in its order, if the model's inputs need no gradient.
+
+        It begins with the last moment of forward and ends with the first use of a trained
+        parameter. A unit that was left before has no backward.
+        """
+        moments = list(self.moments())
+        trained = [i for i, (_, _, param) in enumerate(moments) if param and param.is_trained]
+        first = min(trained, default=len(moments))
+        return moments[first:][::-1]
 
 
 def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:

@@ -125,6 +125,15 @@ def test_stages_that_stay_unsharded_are_gathered_once() -> None:
     assert [name for name, *_ in spans(predict(None, chain, fixed(1)), "gather")] == list("abcd")
 
 
+def test_stages_without_a_backward_are_gathered_once_and_not_reduced() -> None:
+    frozen = [replace(stage(name, 1, 1, reduces=False), has_backward=False) for name in "abc"]
+    step = predict(None, [*frozen, stage("d", 1, 1)], fixed(1))
+    assert [name for name, *_ in spans(step, "gather")] == list("abcd")
+    assert [name for name, *_ in spans(step, "compute")] == [*"abcd", "d"]
+    assert (step.compute, step.exposed) == (5, 2)
+    assert predict(frozen[0], frozen[1:], fixed(1)).compute == 3
+
+
 def test_stages_without_parameters_send_nothing() -> None:
     chain = [Stage("a", 1, 2, gather_bytes=0, reduce_bytes=0)] * 3
     step = predict(None, chain, fixed(1))
@@ -306,6 +315,8 @@ def _random_model(seed: int) -> nn.Module:
         fully_shard(layer, reshard_after_forward=random.random() < 0.7, **shared)
     resharding = random.choice([None, True, False])
     fully_shard(model, reshard_after_forward=resharding, prefetch=random.randint(0, 4), **shared)
+    for layer in model[:count]:
+        layer.requires_grad_(random.random() < 0.7)
     return model
 
 
