@@ -21,11 +21,13 @@ from support.matrix import exhaustive
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import host_overhead, overlap, predict, step, tune
+from bench import host_overhead, overlap, pack, predict, step, tune
 from bench.models.training import OF_ONE_RANK
+from fsdp_ext import _C
 
 pytestmark = pytest.mark.timeout(960)
 ROOT = Path(__file__).resolve().parents[2]
+from torch.utils._python_dispatch import TorchDispatchMode
 NAMES = {
     "buckets",
     "collectives",
@@ -88,6 +90,27 @@ def test_all_systems_reach_the_same_loss(tmp_path: Path) -> None:
     assert [row["system"] for row in rows] == list(OF_ONE_RANK)
     assert not [row["error"] for row in rows if "error" in row]
     assert len({round(row["loss"], 5) for row in rows}) == 1
+
+
+def test_the_peer_of_packing_does_not_divide_since_fsdp2s_collective_does() -> None:
+    operators = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            operators.append(func)
+            return func(*args, **(kwargs or {}))
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    operation = pack.pack_operation(
+        _C.Packer(gpu=None), [(16, 8), (5,)], 8, bf16, fp32, torch.device("cpu")
+    )
+    with Seen():
+        operation.peer()
+    assert operators == [torch.ops.aten._chunk_cat.out]
+    operation.ours()
+    assert operation.count_wrong() == 0
 
 
 @pytest.mark.exhaustive
