@@ -2,15 +2,22 @@
 
 Ranks save and load a GPT with AdamW (weights and two moments, float32), in turns, into the same
 directory: fsdp_ext.checkpoint; torch.distributed.checkpoint (DCP), whose async_save runs in a
-thread or in a process; and torch.save of the full state on rank 0. They export the weights in the
-layout of Hugging Face: fsdp_ext.checkpoint, and safetensors on rank 0 of what get_model_state_dict
-gathers. "plain" writes the same bytes in large pieces, each rank its own, and reads them. Every
-write ends with the bytes on the disk (fsync; DCP's sync_files), and files are dropped from the page
-cache before they are read.
+thread, in a process, or in a thread that also makes the copies ("async staging"); and torch.save of
+the full state on rank 0. They export the weights in the layout of Hugging Face:
+fsdp_ext.checkpoint, and safetensors on rank 0 of what get_model_state_dict gathers. "plain" writes
+the same bytes in large pieces, each rank its own, and reads them. Every write ends with the bytes
+on the disk (fsync; DCP's sync_files), and files are dropped from the page cache before they are
+read.
 
-"blocked" is how long the call takes, and "total" ends when the checkpoint is complete. The slowest
-rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how much the
-peak of a rank's resident memory rose. "a step" is one step of training, for comparison.
+"blocked" is how long training waits. For saves, loads and exports that is the call. async_save
+leaves copies to a thread, and the next step of the optimizer has to wait for them. So gradients
+exist already when it is called, and the optimizer steps at once. "blocked" is the time of the call,
+of DCP's wait for its staging and of this step, minus that of a step without a checkpoint in the
+same round. A forward and backward before the step would overlap the copies, so this is the longest
+wait. "total" ends when the checkpoint is complete, and includes the step.
+
+The slowest rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how
+much the peak of a rank's resident memory rose. "a step" is one step of training, for comparison.
 All ranks but the last one save and load; "load by more ranks" loads the same files on all of them.
 With --ranks 1, one rank saves and loads, and "load by more ranks" is left out. --device cuda needs
 --ranks 1, and its --quick measures the model of 21 M parameters.
@@ -27,12 +34,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -56,7 +64,16 @@ LARGE = GPTConfig(vocabulary=8192, context=64, dim=1024, layers=15, heads=16)  #
 PIECE = 8 << 20
 OURS = "fsdp_ext"
 
-Call = Callable[[Path], Callable[[], Any]]
+
+def nothing() -> None:
+    pass
+
+
+class Saving(NamedTuple):
+    """A checkpoint that is being written: waits until it is complete, and until a step may run."""
+
+    wait: Callable[[], Any]
+    wait_for_staging: Callable[[], Any] = nothing
 
 
 class Training:
@@ -72,14 +89,25 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(config.vocabulary, (4, config.context), device=device)
         self.group = group
+        self.device = device
+        self.backward()
         self.step()
         self.parameters = sum(param.numel() for param in self.model.parameters())
         self.nbytes = 3 * 4 * self.parameters
 
-    def step(self) -> None:
-        self.model(self.tokens).square().mean().backward()
-        self.optimizer.step()
+    def backward(self) -> None:
         self.optimizer.zero_grad()
+        self.model(self.tokens).square().mean().backward()
+        self.finish()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def state(self, **options: bool) -> dict[str, Any]:
         weights, moments = get_state_dict(
@@ -96,40 +124,58 @@ class Training:
         )
 
 
-# - Saving. A call returns what waits until the checkpoint is complete.
+# - Saving
 
 
-def nothing() -> None:
-    pass
-
-
-def save_ours(training: Training, place: Path) -> Callable[[], Any]:
+def save_ours(training: Training, place: Path) -> None:
     checkpoint.save(place, training.model, training.optimizer, process_group=training.group)
-    return nothing
 
 
-def save_ours_async(training: Training, place: Path) -> Callable[[], Any]:
-    return checkpoint.async_save(
+def save_ours_async(training: Training, place: Path) -> Saving:
+    saving = checkpoint.async_save(
         place, training.model, training.optimizer, process_group=training.group
-    ).result
+    )
+    return Saving(saving.result)
 
 
-def save_dcp(training: Training, place: Path) -> Callable[[], Any]:
+def save_dcp(training: Training, place: Path) -> None:
     dcp.save(training.state(), checkpoint_id=place, process_group=training.group)
-    return nothing
 
 
-def save_dcp_async(kind: AsyncCheckpointerType, training: Training, place: Path) -> Any:
+def save_dcp_async(kind: AsyncCheckpointerType, training: Training, place: Path) -> Saving:
     saving: Any = dcp.async_save(
         training.state(),
         checkpoint_id=place,
         process_group=training.group,
         async_checkpointer_type=kind,
     )
-    return saving.result
+    return Saving(saving.result)
 
 
-def save_full(training: Training, place: Path) -> Callable[[], Any]:
+def stager_for(device: torch.device) -> DefaultStager:
+    """Return what copies for DCP in a thread. Its other settings need a GPU."""
+    on_gpu = device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=on_gpu,
+            use_async_staging=True,
+            use_non_blocking_copy=on_gpu,
+        )
+    )
+
+
+def save_dcp_staging(stager: DefaultStager, training: Training, place: Path) -> Saving:
+    saving: Any = dcp.async_save(
+        training.state(),
+        checkpoint_id=place,
+        process_group=training.group,
+        async_stager=stager,
+    )
+    return Saving(saving.upload_completion.result, saving.staging_completion.result)
+
+
+def save_full(training: Training, place: Path) -> None:
     state = training.state(full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
         place.mkdir()
@@ -138,7 +184,6 @@ def save_full(training: Training, place: Path) -> Callable[[], Any]:
             file.flush()
             os.fsync(file.fileno())
     dist.barrier(group=training.group)
-    return nothing
 
 
 def write_plain(parts: int, training: Training, place: Path) -> Callable[[], Any]:
@@ -151,17 +196,15 @@ def write_plain(parts: int, training: Training, place: Path) -> Callable[[], Any
             remaining -= file.write(piece[:remaining])
         os.fsync(file.fileno())
     dist.barrier(group=training.group)
-    return nothing
 
 
-def export_ours(training: Training, place: Path) -> Callable[[], Any]:
+def export_ours(training: Training, place: Path) -> None:
     # A limit with which each rank writes one file.
     largest = 4 * training.parameters // training.group.size() + (1 << 20)
     checkpoint.export(training.model, place, largest, process_group=training.group)
-    return nothing
 
 
-def export_full(training: Training, place: Path) -> Callable[[], Any]:
+def export_full(training: Training, place: Path) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(training.model, options=options)
     if dist.get_rank() == 0:
@@ -171,31 +214,27 @@ def export_full(training: Training, place: Path) -> Callable[[], Any]:
         os.fsync(file)
         os.close(file)
     dist.barrier(group=training.group)
-    return nothing
 
 
 # - Loading
 
 
-def load_ours(training: Training, place: Path) -> Callable[[], Any]:
+def load_ours(training: Training, place: Path) -> None:
     checkpoint.load(place, training.model, training.optimizer, process_group=training.group)
-    return nothing
 
 
-def load_dcp(training: Training, place: Path) -> Callable[[], Any]:
+def load_dcp(training: Training, place: Path) -> None:
     state = training.state()
     dcp.load(state, checkpoint_id=place, process_group=training.group)
     training.set_state(state)
-    return nothing
 
 
-def load_plain(training: Training, place: Path) -> Callable[[], Any]:
+def load_plain(training: Training, place: Path) -> None:
     piece = bytearray(PIECE)
     with (place / str(dist.get_rank())).open("rb", buffering=0) as file:
         while file.readinto(piece):
             pass
     dist.barrier(group=training.group)
-    return nothing
 
 
 # - Measuring
@@ -246,6 +285,7 @@ def rows_of(
         ("DCP", "save"): save_dcp,
         ("DCP, thread", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.THREAD),
         ("DCP, process", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.PROCESS),
+        ("DCP, async staging", "async_save"): partial(save_dcp_staging, stager_for(device)),
         ("torch.save", "save"): save_full,
         ("plain", "load"): load_plain,
         (OURS, "load"): load_ours,
@@ -260,9 +300,11 @@ def rows_of(
         for repeat in range(repeats + 1):  # the first one warms up
             dist.barrier(group=savers)
             start = time.perf_counter()
+            training.backward()
+            computed = time.perf_counter()
             training.step()
-            finish(device)
-            steps.append(time.perf_counter() - start)
+            stepped = time.perf_counter()
+            steps.append(stepped - start)
             for (system, action), call in calls.items():
                 place = directory / (f"{system}, exported" if action == "export" else system)
                 if action != "load" and dist.get_rank() == 0:
@@ -270,7 +312,7 @@ def rows_of(
                 elif action == "load":
                     drop_from_cache(place)
                 dist.barrier(group=savers)
-                taken = timed(partial(call, training, place), savers)
+                taken = timed(partial(call, training, place), training, stepped - computed)
                 if repeat:
                     results[system, action].append(taken)
     dist.barrier()
@@ -282,28 +324,31 @@ def rows_of(
             for _ in range(repeats):
                 drop_from_cache(directory / system)
                 dist.barrier()
-                results[key].append(timed(partial(call, more, directory / system), world))
+                results[key].append(timed(partial(call, more, directory / system), more))
     if training is not None and dist.get_rank() == 0:
         yield from as_rows(results, training.nbytes, device, steps[1:])
 
 
-def finish(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def timed(call: Callable[[], Saving | None], training: Training, step_alone: float = 0.0) -> Any:
+    """Return the blocked and the total seconds, and the rise of the peak memory, of all ranks.
 
-
-def timed(call: Callable[[], Callable[[], Any]], group: dist.ProcessGroup) -> Any:
-    """Return the blocked and the total seconds, and the rise of the peak memory, of all ranks."""
+    Gradients exist. ``step_alone`` is how long the optimizer's step takes without a checkpoint.
+    """
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    training.finish()
     start = time.perf_counter()
-    wait = call()
+    saving = call()
+    if saving is not None:
+        saving.wait_for_staging()
+        training.step()
     blocked = time.perf_counter() - start
-    wait()
+    if saving is not None:
+        blocked -= step_alone
+        saving.wait()
     total = time.perf_counter() - start
     figures = torch.tensor([blocked, total, memory("VmHWM") - before], dtype=torch.float64)
-    dist.all_reduce(figures, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(figures, dist.ReduceOp.MAX, group=training.group)
     return tuple(figures.tolist())
 
 
