@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -35,6 +36,8 @@ from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.root.module_state import sharded_module
 
 
+@torch.inference_mode(False)  # counting flops needs a graph
+@torch.enable_grad()
 def plan(
     model: nn.Module,
     world_size: int | None = None,

@@ -155,7 +155,7 @@ def _time_line(step: Prediction | None, link: Link, replica_link: Link | None) -
     if step is None:
         return "No time is predicted. Pass batch and flops_per_second, or compute."
     if step.wire == 0:
-        return f"simulated step {_ms(step.step)}: a single rank sends nothing"
+        return f"simulated step {_ms(step.step)}: nothing is sent"
     over = link.name
     if replica_link is not None:
         over += f", and {replica_link.name} between replicas"

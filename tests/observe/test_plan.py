@@ -540,6 +540,14 @@ def test_flops_of_layers_that_share_an_input() -> None:
         assert first_backward == 2 * first_forward - 3 * projection > 0
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_flops_are_counted_where_gradients_are_off(mode: Any) -> None:
+    options = {"units": Block, "batch": TOKENS, "flops_per_second": 1e9}
+    with mode():
+        planned = plan(on_meta(), 8, **options)
+    assert planned.units == plan(on_meta(), 8, **options).units
+
+
 def test_a_list_in_a_batch_is_one_argument() -> None:
     class Sums(nn.Linear):
         def forward(self, tensors: list[Tensor]) -> Tensor:
@@ -672,6 +680,11 @@ def test_tables_and_json_have_the_same_figures(tmp_path: Path) -> None:
     without = plan(on_meta(), 8, units=Block)
     assert "No time is predicted. Pass batch and flops_per_second" in str(without)
     assert "simulated" not in (without.to_json() or "")
+
+
+def test_a_step_without_communication_says_so() -> None:
+    for model, ranks in ((nn.ReLU(), 8), (nn.Linear(2, 2), 1)):
+        assert str(plan(model, ranks, compute={})).endswith("step 0 ms: nothing is sent")
 
 
 def test_what_does_not_fit_is_refused_with_the_table() -> None:
