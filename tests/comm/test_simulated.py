@@ -276,9 +276,10 @@ def test_links_are_written_and_read_back(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.json"
         link.save(path)
         assert Link.load(path) == link
-    (tmp_path / "text").write_text("12 GB/s")
-    with pytest.raises(ValueError, match="is not valid JSON"):
-        Link.load(tmp_path / "text")
+    for content in (b"12 GB/s", b"\x80\x02"):
+        (tmp_path / "text").write_bytes(content)
+        with pytest.raises(ValueError, match="text is not valid JSON"):
+            Link.load(tmp_path / "text")
     (tmp_path / "other").write_text('{"bandwidth": 3}')
     with pytest.raises(ValueError, match="measure-link --out FILE"):
         Link.load(tmp_path / "other")
