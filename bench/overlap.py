@@ -66,7 +66,7 @@ from typing import Any
 import torch
 
 from bench.harness import ranks
-from bench.harness.options import UsageError, positive
+from bench.harness.options import UsageError, positive, positive_number
 from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep, Row
 from bench.models import overlap_hosts
@@ -112,7 +112,10 @@ WAITS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the simulation."""
     parser.add_argument(
-        "--ratio", type=float, help="compute time / wire time; default: a sweep, and 1 for buckets"
+        "--ratio",
+        type=positive_number,
+        metavar="X",
+        help="compute time / wire time; default: a sweep, and 1 for buckets",
     )
     parser.add_argument(
         "--world-size", type=positive, metavar="N", help="simulated ranks; default: 64, and a sweep"
@@ -164,8 +167,6 @@ def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure each case of each sweep, or the systems on two hosts."""
-    if args.ratio is not None and args.ratio <= 0:
-        raise UsageError(f"--ratio needs a positive number and got {args.ratio:g}")
     if args.hosts > 1:
         if args.sweep or args.world_size:
             raise UsageError("--sweep and --world-size are for simulated links; leave them out")

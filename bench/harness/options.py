@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from types import ModuleType
 from typing import NoReturn
 
@@ -31,7 +32,16 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> float:
+    """Return the value of an option that has to be a positive, finite number."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"needs a positive, finite number and got {text}")
+    return value
+
+
 positive.__name__ = "integer"  # argparse names it in "invalid integer value"
+positive_number.__name__ = "number"
 
 
 def parser_of(name: str, module: ModuleType) -> Parser:

@@ -529,6 +529,8 @@ MISTAKES = [
 ]
 MORE_MISTAKES = [
     (["overlap", "--world-size", "0"], "--world-size: needs at least 1 and got 0"),
+    (["overlap", "--ratio", "nan"], "--ratio: needs a positive, finite number and got nan"),
+    (["overlap", "--ratio", "inf"], "--ratio: needs a positive, finite number and got inf"),
     (["pack", "--json", "/nowhere/at/all.json"], "and there is no /nowhere/at; make it first"),
     (["bench/pack.py"], "there is no benchmark 'bench/pack.py'; choose one of "),
     (["pack", "--slow"], "unrecognized arguments: --slow"),
