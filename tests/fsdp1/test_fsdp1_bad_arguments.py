@@ -54,7 +54,7 @@ def of_wrapper() -> list[Row]:
     for policy in (None, BY_LINEAR):
         for name in booleans:
             call = wrap(name, auto_wrap_policy=policy)
-            rows += each_of(TypeError, f"{name}=", ("x", None, 2), call)
+            rows += each_of(TypeError, f"{name}=", ("x", None, 1.5), call)
         fixed = functools.partial(wrap, auto_wrap_policy=policy)
         for name in TYPED:
             rows += each_of(TypeError, name, (2, True), fixed(name))
@@ -87,7 +87,7 @@ def of_wrapper_methods() -> list[Row]:
     rows: list[Row] = []
     for name in ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"):
         call = functools.partial(lambda n, model, value: summoned(model, **{n: value}), name)
-        rows += each_of(TypeError, f"{name}=", ("x", None, 2), call)
+        rows += each_of(TypeError, f"{name}=", ("x", None, 1.5), call)
     fsdp: Any = FullyShardedDataParallel
     rows += each_of(TypeError, "in place of a model", ("x", None), lambda _, value: summoned(value))
     rows += each_of(

@@ -242,3 +242,63 @@ def _a_failed_forward_between_backwards() -> None:
 
 def test_a_divide_factor_may_change_after_a_failed_forward() -> None:
     run_ranks(_a_failed_forward_between_backwards, 2)
+
+
+class Recursive(Tied):
+    """Calls itself once. The root unit has the parameters of ``head``."""
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        x = self.head(torch.tanh(self.body(x)))
+        return x if depth == 0 else self(x, depth - 1)
+
+
+def _recursion() -> None:
+    model: Any = Recursive()
+    fully_shard(model.body)
+    fully_shard(model)
+    found = model(torch.ones(2, WIDTH)).sum()
+    with pytest.raises(RuntimeError, match="was read while it is freed"):
+        found.backward()
+    model(torch.ones(2, WIDTH), 0).sum().backward()
+
+
+def test_a_root_module_cannot_call_itself() -> None:
+    run_ranks(_recursion, 2)
+
+
+class Watched(Tied):
+    """A hook on the output of ``body`` uses its weight."""
+
+    unshards = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        x.register_hook(self.scaled)
+        result: Tensor = self.head(x)
+        return result
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        body: Any = self.body
+        if self.unshards:
+            body.unshard()
+        return grad * body.weight.norm(dim=0).detach()
+
+
+def _a_hook_uses_a_weight() -> None:
+    torch.manual_seed(0)
+    model, expected = Watched(), Watched()
+    expected.load_state_dict(model.state_dict())
+    expected(torch.ones(2, WIDTH)).sum().backward()
+    for module in (model.body, model.head, model):
+        fully_shard(module)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    model.unshards = True
+    model.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    for mine, want in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), want.grad)
+
+
+def test_a_hook_on_a_units_output_unshards_the_unit_that_it_uses() -> None:
+    run_ranks(_a_hook_uses_a_weight, 2)
