@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
 from support import models
+from support.launcher import run_ranks
 from support.models import Recomputed
 from support.parity import Case, Run, check, each
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from fsdp_ext import fully_shard
 
 KINDS = {"reentrant": True, "not reentrant": False}
 
@@ -84,3 +89,49 @@ CASES = [
 @each(CASES, every=3)
 def test_recomputes_as_unsharded_and_as_fsdp2(case: Case, world_size: int) -> None:
     check(case, world_size)
+
+
+class Observed(nn.Module):
+    """Notes which blocks have unsharded parameters or gradients when one is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.seen: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x, use_reentrant=True)
+        return x
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        x = block(x)
+        self.seen.append([i for i, each in enumerate(self.blocks) if self.is_whole(each)])
+        return x
+
+    @staticmethod
+    def is_whole(block: Any) -> bool:
+        has_gradient = block.unsharded is not None and block.unsharded.grad is not None
+        return block.weight is block.unsharded or has_gradient
+
+
+def _recomputed_regions() -> None:
+    model: Any = Observed()
+    for block in model.blocks:
+        block.unsharded = None
+        fully_shard(block, bucket_bytes=0)
+        block.register_forward_pre_hook(_note_unsharded)
+    fully_shard(model)
+    for _ in range(2):
+        model.seen.clear()
+        model(torch.ones(2, 16)).sum().backward()
+    assert model.seen == [[], [], [], [], [], [4], [3], [2], [1], [0]]
+
+
+def _note_unsharded(block: Any, _: object) -> None:
+    block.__dict__["unsharded"] = block.weight
+
+
+def test_reentrant_regions_end_one_by_one() -> None:
+    run_ranks(_recomputed_regions, 2)

@@ -154,6 +154,7 @@ class Pipeline {
   void reshard_in_backward(Unit& unit);
   void recompute(Unit& unit);
   void begin_times();
+  void pass_recomputed();
   void begin_computing(Unit& unit, Work work, bool has_waited);
 
   Lanes& lanes_;
