@@ -178,6 +178,8 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   HeldObject extensions_;
   bool has_extensions_ = false;
   std::vector<char> got_gradient_;  // in this backward, of each trainable parameter
+  std::vector<char>
+      is_placed_;  // the gradient of each trainable parameter: Note [gradients of DTensors]
   ShownGradients shown_;
   UnitForward forward_;
   UnitChecksum checksum_;

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
-from support.parity import SYSTEM, load_system
+from support.parity import SYSTEM, load_system, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 
 class HookFailed(Exception):
@@ -215,3 +220,35 @@ def _hooks_before_the_first_forward() -> None:
 
 def test_hooks_on_parameters_that_unshard_gives_stay_in_the_first_forward() -> None:
     run_ranks(_hooks_before_the_first_forward, 2)
+
+
+class HookedNorm(nn.Module):
+    """Tensor parallelism brings the gradient of the norm's weight as a partial sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.weight.register_post_accumulate_grad_hook(lambda _: None)
+        result: Tensor = self.linear(self.norm(x))
+        return result
+
+
+def _hook_beside_partial_sums() -> None:
+    gradients = []
+    for system in ("fsdp2", SYSTEM):
+        torch.manual_seed(0)
+        model = HookedNorm()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        columns = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        plan = {"norm": SequenceParallel(), "linear": columns}
+        parallelize_module(model, mesh["tensor"], plan)
+        load_system(system).fully_shard(model, mesh=mesh["data"])
+        model(torch.randn(2, 4, 8)).square().sum().backward()
+        gradients.append(whole(model.norm.weight.grad))
+    assert torch.equal(*gradients)
+
+
+def test_a_hook_that_replaces_ours_leaves_partial_sums_to_the_reduction() -> None:
+    run_ranks(_hook_beside_partial_sums, 2)
