@@ -6,6 +6,7 @@
 #include "torch/unit_forward.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -73,6 +74,9 @@ py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::ha
   }
   const Range range(*root->lanes().device, pre_forward_range_);
   const bool entering = recomputing || enter_module();
+  if (entering && !recomputing && at::GradMode::is_enabled() && !is_summoned(*root)) {
+    unit_.parameters().check_frozen(unit_.name(), /*enters=*/true);
+  }
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;  // it may wait for a gather
@@ -152,10 +156,10 @@ py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle retur
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   CallId call = root.pipeline().unit(unit_.number()).entering;
   const bool summoned = is_summoned(root);
-  const bool with_gradient = has_graph(returned);
+  const bool with_gradient = last_of_group ? has_graph(returned) : at::GradMode::is_enabled();
   if (last_of_group) {
     if (with_gradient && !recomputing && !summoned) {
-      unit_.parameters().check_frozen(unit_.name());
+      unit_.parameters().check_frozen(unit_.name(), /*enters=*/false);
     }
     const py::gil_scoped_release no_gil;
     call = root.pipeline().post_forward(unit_.number(), with_gradient && !summoned);
@@ -328,7 +332,7 @@ py::object UnitForward::end_watch(std::size_t index, py::handle output, CallId c
 // Whether a backward may follow. Forward may enable gradients itself although its caller has not.
 bool UnitForward::has_graph(py::handle output) const {
   bool found = at::GradMode::is_enabled();
-  if (!found) {
+  if (!found && !c10::InferenceMode::is_enabled()) {
     map_tensors(output, [&](const at::Tensor& tensor) {
       found = found || (tensor.requires_grad() && !tensor.is_leaf() &&
                         tensor.grad_fn()->sequence_nr() >= first_node_);

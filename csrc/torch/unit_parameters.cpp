@@ -157,16 +157,20 @@ void UnitParameters::align_gradient_settings() {
   }
 }
 
-// The unit has no place for gradients of parameters that were frozen when it was made.
-void UnitParameters::check_frozen(const std::string& unit) const {
+// The unit has no place for gradients of parameters that were frozen when it was made. When forward
+// enters the unit, its sharded parameters tell. Until forward leaves it, users see the unsharded
+// ones, and autograd has a node for those whose gradient it would compute.
+void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
     if (spec.trainable || all_[i].sharded.is_none()) {
       continue;
     }
     const at::Tensor& unsharded = all_[i].unsharded;
-    const bool is_unfrozen = (has_flat_ ? flat() : sharded(i)).requires_grad() ||
-                             (unsharded.defined() && unsharded.requires_grad());
+    const bool is_unfrozen =
+        enters ? (has_flat_ ? flat() : sharded(i)).requires_grad()
+               : unsharded.defined() && unsharded.requires_grad() &&
+                     torch::autograd::impl::try_get_grad_accumulator(unsharded) != nullptr;
     FSDP_CHECK(!is_unfrozen, "Parameter '", spec.name, "' of unit '", unit,
                "' was unfrozen while forward ran, and its gradient would be lost. Set its "
                "requires_grad before the forward of the root module.");

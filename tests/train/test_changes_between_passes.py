@@ -30,12 +30,12 @@ class Blocks(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.forces = self.enables = False
-        self.unfreezes: nn.Parameter | None = None
+        self.unfreezes = ""
         self.runs_twice = self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.unfreezes is not None:
-            self.unfreezes.requires_grad_(True)
+        if self.unfreezes:
+            self.get_submodule(self.unfreezes).bias.requires_grad_(True)  # type: ignore[union-attr]
         if self.enables:
             with torch.enable_grad():
                 return self.inner(x)
@@ -199,16 +199,39 @@ def _unfreezes() -> None:
         for module in (model.first, model.second, model):
             fully_shard(module)
         loss(model, 0).backward()
-        model.unfreezes = getattr(model, name).bias
+        model.unfreezes = name
         with pytest.raises(RuntimeError, match=r"bias' of unit .* was unfrozen while forward ran"):
             loss(model, 1)
-        model.unfreezes = None
+        model.unfreezes = ""
         loss(model, 2).backward()  # the next one knows it
         assert getattr(model, name).bias.grad is not None
 
 
 def test_a_parameter_that_forward_unfreezes_is_an_error() -> None:
     run_ranks(_unfreezes, 2)
+
+
+class UnfreezesLast(Blocks):
+    """Unfreezes a parameter when forward has used it, for the next step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.inner(x)
+        self.head.bias.requires_grad_(True)
+        return result
+
+
+def _unfreezes_for_the_next_step() -> None:
+    model: Any = UnfreezesLast()
+    model.head.bias.requires_grad_(False)
+    for module in (model.first, model.second, model):
+        fully_shard(module)
+    for expected in (False, True):
+        loss(model, 0).backward()
+        assert (model.head.bias.grad is not None) == expected
+
+
+def test_a_parameter_may_be_unfrozen_for_the_next_step() -> None:
+    run_ranks(_unfreezes_for_the_next_step, 2)
 
 
 class Expert(nn.Module):

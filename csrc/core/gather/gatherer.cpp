@@ -157,8 +157,8 @@ void Gatherer::note_read(Unit& unit) {
 bool Gatherer::attach(Unit& unit) {
   note_read(unit);
   if (unit.gather.state_ == UnitState::Unsharded) {
-    if (unit.gather.is_put_away_) {
-      unit.gather.is_put_away_ = false;
+    if (unit.gather.is_put_away()) {
+      unit.gather.put_away_ = UnitGather::PutAway::No;
       unit.port.show_unsharded();
     }
     return false;
@@ -193,7 +193,7 @@ void Gatherer::reshard(Unit& unit) {
   }
   unit.gather.state_ = UnitState::Sharded;
   unit.gather.is_speculative_ = false;
-  unit.gather.is_put_away_ = false;
+  unit.gather.put_away_ = UnitGather::PutAway::No;
   unit.gather.is_held_ = false;
   ledger_.counters().remove_unsharded_unit();
   Slot* slot = std::exchange(unit.gather.slot_, nullptr);

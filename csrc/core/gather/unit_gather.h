@@ -16,7 +16,7 @@
 // users see its sharded parameters. After an exception every unit is put away. A unit that the user
 // has unsharded with unshard() stays as it is. A backward with create_graph=True puts units away,
 // too, since a second backward may read their slots. The next forward gathers them anew, because
-// code may have changed the shards without a sign.
+// code may have changed the shards without changing their version.
 #pragma once
 
 #include <cstdint>
@@ -34,17 +34,16 @@ class UnitGather {
   bool is_sharded() const { return state_ == UnitState::Sharded; }
   bool is_unsharded() const { return state_ == UnitState::Unsharded; }
   bool is_speculative() const { return is_speculative_; }  // prefetched and not used yet
-  bool is_put_away() const { return is_put_away_; }
-  bool is_put_away_by_backward() const { return is_put_away_ && by_backward_; }
+  bool is_put_away() const { return put_away_ != PutAway::No; }
+  bool is_put_away_by_backward() const { return put_away_ == PutAway::ByBackward; }
   bool is_held() const { return is_held_; }   // unsharded by the user, not by a forward
   const Slot* slot() const { return slot_; }  // of the bucket, while this unit uses it
 
   // Both are for unsharded units: Note [after an evaluation].
   void hold(bool by_user) { is_held_ = by_user; }
   void put_away(UnitPort& port, bool by_backward = false) {
-    if (is_unsharded() && !is_put_away_ && !is_held_) {
-      is_put_away_ = true;
-      by_backward_ = by_backward;
+    if (is_unsharded() && !is_put_away() && !is_held_) {
+      put_away_ = by_backward ? PutAway::ByBackward : PutAway::BetweenSteps;
       port.show_sharded();
     }
   }
@@ -52,10 +51,11 @@ class UnitGather {
  private:
   friend class Gatherer;
 
+  enum class PutAway : std::uint8_t { No, BetweenSteps, ByBackward };
+
   UnitState state_ = UnitState::Sharded;
   bool is_speculative_ = false;
-  bool is_put_away_ = false;
-  bool by_backward_ = false;  // has put it away
+  PutAway put_away_ = PutAway::No;
   bool is_held_ = false;
   Slot* slot_ = nullptr;
   std::uint64_t gathered_version_ = 0;  // of its shards, when the bucket was gathered last

@@ -38,7 +38,7 @@ void BufferRing::reacquire(Slot& slot, int bucket) {
   slot.owner = bucket;
 }
 
-// What released slots have of this bucket is older than what the next gather brings.
+// Released slots hold older contents of this bucket than the next gather.
 void BufferRing::forget_contents(int bucket) {
   for (auto& slot : slots_) {
     if (slot->contents == bucket && slot->owner == Slot::kNobody) {

@@ -86,8 +86,10 @@ struct ReduceMemory {
 // One slot for each bucket that can be in use at once, and one for each prefetch. `nesting` is how
 // many units below the root enclose each other at most. A root that reshards after forward needs a
 // slot of the ring as well, unless it has no parameters.
-inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards) {
-  return nesting + static_cast<int>(prefetch_depth) + (root_reshards ? 1 : 0);
+inline int ring_slots(int nesting, std::size_t prefetch_depth, bool root_reshards,
+                      const UnitLayout& root) {
+  const bool has_root = root_reshards && root.unsharded_bytes() > 0;
+  return nesting + static_cast<int>(prefetch_depth) + (has_root ? 1 : 0);
 }
 
 // `slots` limits the slots of the ring, which never has more slots than buckets that use them.

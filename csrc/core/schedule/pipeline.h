@@ -6,15 +6,17 @@
 //   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is in flight
 //   post_forward(i)   unit i detached, its slot released (the root stays, if backward follows)
 //   pre_backward(i)   as pre_forward, in reverse order of post_forward
-//   gradient_arrived  counts; the last one of a unit packs and reduces its gradients
-//   post_backward(i)  backward has passed the unit's inputs: detached, slot released
+//   gradient_arrived  noted
+//   post_backward(i)  backward has passed the unit's inputs: gradients packed and reduced, unit
+//                     detached, slot released
 //   end_backward      the remaining units' steps; the compute stream waits for all reductions
 //
 // Both hooks of backward take all steps up to their own: Note [order of backward] in
 // core/schedule/backward_order.h.
 //
 // Gathers and reductions carry a unit's whole bucket (core/units/bucket.h). Calls for the bucket's
-// other units find the gather issued already, and the last complete unit reduces for all of them.
+// other units find the gather issued already, and the last unit that backward passes reduces for
+// all.
 //
 // Note [gathers ahead of forward]
 // After the optimizer's step the user may call prefetch_next_forward. It begins an iteration and
@@ -152,9 +154,9 @@ class Pipeline {
   void return_to_enclosing();
   bool runs_forward(const Unit& unit) const;
   void reshard_in_backward(Unit& unit);
+  void pass_recomputed();
   void recompute(Unit& unit);
   void begin_times();
-  void pass_recomputed();
   void begin_computing(Unit& unit, Work work, bool has_waited);
 
   Lanes& lanes_;

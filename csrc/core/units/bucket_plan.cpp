@@ -90,8 +90,8 @@ BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOp
     needs_reduce_output = needs_reduce_output || bucket.needs_reduce_output;
   }
   const UnitConfig& root = units.front();
-  const bool root_reshards = root.reshard_after_forward && root.layout.unsharded_bytes() > 0;
-  const int slots = ring_slots(options.nesting, options.prefetch_depth, root_reshards);
+  const int slots =
+      ring_slots(options.nesting, options.prefetch_depth, root.reshard_after_forward, root.layout);
   plan.gathers =
       plan_gathers(uses, slots,
                    options.has_prefetch_lists

@@ -156,8 +156,8 @@ void BucketSet::plan_memory(Gatherer& gatherer, Reducer& reducer) {
         has_prefetch_lists || !unit->forward_prefetch.empty() || !unit->backward_prefetch.empty();
   }
   const Unit& root = *units_.front();
-  const bool root_reshards = root.reshard_after_forward && root.layout.unsharded_bytes() > 0;
-  gatherer.plan_memory(buckets_, ring_slots(options_.nesting, depth, root_reshards),
+  gatherer.plan_memory(buckets_,
+                       ring_slots(options_.nesting, depth, root.reshard_after_forward, root.layout),
                        has_prefetch_lists || runs_in_other_order_
                            ? BucketSets{}
                            : unsharded_together(partition_, parents(), uses_of(buckets_), depth),
