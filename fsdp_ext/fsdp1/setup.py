@@ -328,7 +328,8 @@ def wrap_children(
 
 def wrap_under_all_names(root: nn.Module) -> None:
     """Replace modules in ``root`` that have a wrapper, and a second name without it."""
-    wrapper_of = {m._modules[WRAPPED]: m for m in root.modules() if is_wrapper(m)}
+    wrappers = [module for module in root.modules() if is_wrapper(module)]
+    wrapper_of = {inner: m for m in wrappers for inner in (m._modules[WRAPPED], m.module)}
     for parent in [module for module in root.modules() if not is_wrapper(module)]:
         for name, child in list(parent._modules.items()):
             wrapper = child

@@ -425,9 +425,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients down in place to a total norm of at most ``max_norm``; on all ranks.
 
-        A finite norm has each rank's own gradients of ignored parameters. If these differ between
-        ranks, so do the norm and the scale, as under FSDP1: average them before. The maximum has
-        those of all ranks.
+        For a finite ``norm_type``, each rank counts its own gradients of ignored parameters. If
+        these differ between ranks, so do the norm and the scale, as under FSDP1: average them
+        before. For ``inf``, the maximum is that of all ranks' ignored gradients, too.
 
         Args:
             max_norm: the largest norm to leave.

@@ -8,7 +8,7 @@ order of additions. Over shared memory, composed collectives and threads, ranks 
 order of their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any
 order gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere
 (NCCL, gloo's own collectives) N - 1 additions in any order are off by less than half of
-N eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards rounds each
+(N - 1) eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards rounds each
 result once more, by half of its eps.
 
 The bound grows with the number of ranks, and the part of one rank in the sum shrinks. Where the
@@ -84,7 +84,7 @@ class Reduction:
 
     def _relative_bound(self, ranks: int) -> float:
         eps = torch.finfo(self.reduce_dtype).eps, torch.finfo(self.grad_dtype).eps
-        return ranks * eps[0] + 2 * eps[1]
+        return (ranks - 1) * eps[0] + 2 * eps[1]
 
     def _terms(self, gradients: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         zero = torch.zeros(like.shape, dtype=self.reduce_dtype, device=like.device)

@@ -80,7 +80,7 @@ class Verification:
         transports = [check.transport for check in self.checks if check.transport] or ["none"]
         same = "trains as it does unsharded"
         if self._untried:
-            same += ", but for gradients that were not tried,"
+            same += ", except gradients, which were not tried"
         verdict = same if self.ok else "DIFFERS from the unsharded model"
         return (
             f"verify: {self.model} {verdict} ({self.units} unit{s}, {self.ranks} ranks over "

@@ -274,7 +274,7 @@ def verify_on_many_ranks() -> None:
     assert result.ok, str(result)
     assert result.checks[1].is_exact  # losses and parameters
     text = " ".join(str(result).split())
-    assert "unsharded, but for gradients that were not tried, (4 units, 9 ranks" in text
+    assert "unsharded, except gradients, which were not tried (4 units, 9 ranks" in text
     assert "equal; gradients not tried" in text
     assert (
         "the rounding of an average over 9 ranks in torch.bfloat16 may hide a rank that is" in text
@@ -321,7 +321,8 @@ def test_gradients_are_tried_where_a_missing_rank_shows(grad_dtype: torch.dtype)
     assert not Reduction(1.0, 1.0, torch.bfloat16, grad_dtype, is_exact=True).untried(64)
     narrow = Reduction(1.0, 1.0, torch.bfloat16, grad_dtype, is_exact=False)
     assert "an average over 64 ranks in torch.bfloat16 may hide a rank" in narrow.untried(64)
-    assert not narrow.untried(2)
+    assert not narrow.untried(7)
+    assert bool(narrow.untried(8)) == (grad_dtype == torch.bfloat16)
 
 
 def test_a_difference_is_told_in_words() -> None:

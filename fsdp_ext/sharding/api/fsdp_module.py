@@ -354,7 +354,7 @@ class FSDPModule(TorchFSDPModule):
         if divisor is not None and (not is_real(divisor) or divisor <= 0):
             raise ValueError(
                 f"set_gradient_divide_factor got {factor!r}. Pass a positive number, or None for "
-                "the number of ranks."
+                "the world size."
             )
         divisor = None if divisor is None else float(divisor)
         change(self._fsdp_ext_units(recurse=False), gradient_divide_factor=divisor)
