@@ -26,7 +26,7 @@
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
-// without create_graph, or the next forward after an optimizer's step, reshards them. That backward
+// without create_graph, or the next forward that runs them, reshards them. That backward
 // may itself read the parameters again, after it has passed their unit. So it reshards units with
 // reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
 // the units keep their memory, and users see the sharded parameters.

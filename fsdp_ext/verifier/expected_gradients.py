@@ -8,8 +8,8 @@ order of additions. Over shared memory, composed collectives and threads, ranks 
 order of their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any
 order gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere
 (NCCL, gloo's own collectives) N - 1 additions in any order are off by less than half of
-(N - 1) eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards rounds each
-result once more, by half of its eps.
+(N - 1) eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards
+rounds each result once more, by half of its eps.
 
 The bound grows with the number of ranks, and the part of one rank in the sum shrinks. Where the
 bound exceeds half of a rank's average part, the gradient of a missing rank could hide in it, so
