@@ -102,6 +102,10 @@ bool TorchRoot::is_recomputing() const {
          torch::autograd::get_current_graph_task_id() >= 0;
 }
 
+bool TorchRoot::is_in_inner_backward() const {
+  return torch::autograd::get_current_graph_task_id() != backward_task_;
+}
+
 bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool nested = passes().outermost() != Passes::kNone && passes().in_forward() &&
                       !passes().in_backward() && !is_outermost(unit) && unit.number() != 0;
@@ -281,6 +285,7 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
     unit->begin_backward();
   }
   pipeline_->begin_backward(may_reshard, graph);
+  backward_task_ = torch::autograd::get_current_graph_task_id();
 }
 
 void TorchRoot::end_backward() {

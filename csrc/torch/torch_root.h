@@ -54,6 +54,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
+  // Whether a backward inside the backward that runs calls this, as reentrant checkpointing has.
+  bool is_in_inner_backward() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return passes().outermost() == unit.number(); }
@@ -123,6 +125,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool had_other_settings_ = false;
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step
+  int backward_task_ = -1;              // autograd's number of the backward that runs
 };
 
 // Returns views of the packed gradients that backwards without gradient sync have accumulated for a

@@ -80,6 +80,9 @@ py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::ha
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;  // it may wait for a gather
+    if (recomputing && !root->is_in_inner_backward()) {
+      root->pipeline().end_regions();
+    }
     call = root->pipeline().pre_forward(unit_.number());
   }
   py::object inputs = py::make_tuple(args, kwargs);

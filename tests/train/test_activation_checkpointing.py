@@ -9,7 +9,7 @@ import torch
 from support import models
 from support.launcher import run_ranks
 from support.models import Recomputed
-from support.parity import Case, Run, check, each
+from support.parity import Case, Run, check, each, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -135,3 +135,48 @@ def _note_unsharded(block: Any, _: object) -> None:
 
 def test_reentrant_regions_end_one_by_one() -> None:
     run_ranks(_recomputed_regions, 2)
+
+
+class Nested(nn.Module):
+    """A region that keeps its inputs, of one unit, in a reentrant region of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        x = torch.tanh(checkpoint(self.inner, x, use_reentrant=False))
+        return torch.tanh(self.after(x))
+
+
+class NestedRegions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(16, 16), nn.ModuleList(Nested() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def _nested_regions() -> None:
+    models: list[Any] = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        models.append(NestedRegions())
+        if is_sharded:
+            for block in models[1].blocks:
+                fully_shard(block.inner, bucket_bytes=0)
+                fully_shard(block, bucket_bytes=0)
+            fully_shard(models[1])
+        for _ in range(2):
+            models[-1](torch.ones(2, 16)).sum().backward()
+    for want, mine in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(whole(mine.grad), want.grad)
+
+
+def test_a_region_inside_a_reentrant_one_may_have_units_of_its_own() -> None:
+    run_ranks(_nested_regions, 2)

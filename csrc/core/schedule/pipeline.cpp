@@ -292,6 +292,17 @@ void Pipeline::gradient_arrived(int number, std::size_t trainable) try {
   fail(error);
 }
 
+void Pipeline::end_regions() try {
+  const std::vector<BackwardStep>& steps = backward_order_.steps();
+  while (!steps.empty() && steps.back().action == BackwardAction::Pass &&
+         BackwardOrder::is_recomputed_call(steps.back().call) &&
+         this->unit(steps.back().unit).entering == kNoCall) {
+    take_steps(1);
+  }
+} catch (const Error& error) {
+  fail(error);
+}
+
 void Pipeline::post_backward(int number, CallId call) try {
   Unit& unit = this->unit(number);
   if (unit.backward.has_passes()) {
@@ -384,20 +395,8 @@ void Pipeline::prefetch_backward(const Unit& unit) {
   });
 }
 
-// The inputs of a region of reentrant checkpointing are leaves, so no hook tells when the backward
-// inside it has passed its first unit. It has by the time that forward runs another region again.
-void Pipeline::pass_recomputed() {
-  const std::vector<BackwardStep>& steps = backward_order_.steps();
-  while (!steps.empty() && steps.back().action == BackwardAction::Pass &&
-         BackwardOrder::is_recomputed_call(steps.back().call) &&
-         this->unit(steps.back().unit).entering == kNoCall) {
-    take_steps(1);
-  }
-}
-
 // Forward runs again inside backward.
 void Pipeline::recompute(Unit& unit) {
-  pass_recomputed();
   if (unit.entering == kNoCall && backward_order_.is_recomputed(unit.number)) {
     take_steps(backward_order_.until_recomputation(unit.number));
     unit.entering = backward_order_.enter(unit.number);

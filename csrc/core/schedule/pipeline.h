@@ -83,6 +83,10 @@ class Pipeline {
   void pre_backward(int unit, CallId call);
   void gradient_arrived(int unit, std::size_t trainable);
   void post_backward(int unit, CallId call);
+  // Call it when backward runs another forward again, and none of the backwards inside it runs.
+  // Backward has passed the regions of reentrant checkpointing that it has recomputed. Their inputs
+  // are leaves, so no hook tells that.
+  void end_regions();
 
   // - Passes that fail.
   // No forward runs any more. Users see the sharded parameters from now on: Note [after an
@@ -154,7 +158,6 @@ class Pipeline {
   void return_to_enclosing();
   bool runs_forward(const Unit& unit) const;
   void reshard_in_backward(Unit& unit);
-  void pass_recomputed();
   void recompute(Unit& unit);
   void begin_times();
   void begin_computing(Unit& unit, Work work, bool has_waited);
