@@ -284,8 +284,8 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   for (const auto& unit : units_) {
     unit->begin_backward();
   }
-  pipeline_->begin_backward(may_reshard, graph);
   backward_task_ = torch::autograd::get_current_graph_task_id();
+  pipeline_->begin_backward(may_reshard, graph);
 }
 
 void TorchRoot::end_backward() {

@@ -54,7 +54,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
-  // Whether a backward inside the backward that runs calls this, as reentrant checkpointing has.
+  // While backward runs: whether autograd runs another one inside it, as for reentrant
+  // checkpointing.
   bool is_in_inner_backward() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);

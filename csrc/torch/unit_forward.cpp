@@ -6,7 +6,6 @@
 #include "torch/unit_forward.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -77,14 +76,7 @@ py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::ha
   if (entering && !recomputing && at::GradMode::is_enabled() && !is_summoned(*root)) {
     unit_.parameters().check_frozen(unit_.name(), /*enters=*/true);
   }
-  CallId call = kNoCall;
-  {
-    const py::gil_scoped_release no_gil;  // it may wait for a gather
-    if (recomputing && !root->is_in_inner_backward()) {
-      root->pipeline().end_regions();
-    }
-    call = root->pipeline().pre_forward(unit_.number());
-  }
+  const CallId call = enter(*root, recomputing);
   py::object inputs = py::make_tuple(args, kwargs);
   const py::object original = inputs;
   if (!recomputing) {
@@ -159,7 +151,7 @@ py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle retur
   const bool last_of_group = recomputing || leave_module(index) || outermost;
   CallId call = root.pipeline().unit(unit_.number()).entering;
   const bool summoned = is_summoned(root);
-  const bool with_gradient = last_of_group ? has_graph(returned) : at::GradMode::is_enabled();
+  const bool with_gradient = has_graph(returned);
   if (last_of_group) {
     if (with_gradient && !recomputing && !summoned) {
       unit_.parameters().check_frozen(unit_.name(), /*enters=*/false);
@@ -200,11 +192,7 @@ at::Tensor UnitForward::begin_skip(const at::Tensor& tensor) {
   if (entering) {
     first_node_ = next_node_number();
   }
-  CallId call = kNoCall;
-  {
-    const py::gil_scoped_release no_gil;
-    call = root->pipeline().pre_forward(unit_.number());
-  }
+  const CallId call = enter(*root, root->is_recomputing());
   // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
   const bool has_gradient = tensor.requires_grad() || !unit_.parameters().trainable().empty();
   const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()
@@ -232,6 +220,14 @@ void UnitForward::end_skip(std::size_t index, const at::Tensor& tensor) {
     add_pre_backward_hook(tensor, kept_unit(), call, first_node_,
                           recomputing ? nullptr : &root->graph_calls());
   }
+}
+
+CallId UnitForward::enter(TorchRoot& root, bool recomputing) {
+  const py::gil_scoped_release no_gil;  // it may wait for a gather
+  if (recomputing && !root.is_in_inner_backward()) {
+    root.pipeline().end_regions();
+  }
+  return root.pipeline().pre_forward(unit_.number());
 }
 
 bool UnitForward::is_summoned(TorchRoot& root) const {
@@ -335,7 +331,7 @@ py::object UnitForward::end_watch(std::size_t index, py::handle output, CallId c
 // Whether a backward may follow. Forward may enable gradients itself although its caller has not.
 bool UnitForward::has_graph(py::handle output) const {
   bool found = at::GradMode::is_enabled();
-  if (!found && !c10::InferenceMode::is_enabled()) {
+  if (!found) {
     map_tensors(output, [&](const at::Tensor& tensor) {
       found = found || (tensor.requires_grad() && !tensor.is_leaf() &&
                         tensor.grad_fn()->sequence_nr() >= first_node_);

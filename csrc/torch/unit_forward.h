@@ -70,6 +70,7 @@ class UnitForward {
   pybind11::object end_all(TorchRoot& root, std::size_t index, pybind11::handle returned);
   pybind11::object end(TorchRoot& root, std::size_t index, pybind11::handle returned);
   void discard_watches(std::size_t index);
+  CallId enter(TorchRoot& root, bool recomputing);
   bool is_summoned(TorchRoot& root) const;
   bool enter_module();
   bool leave_module(std::size_t index);

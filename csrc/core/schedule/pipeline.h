@@ -83,9 +83,10 @@ class Pipeline {
   void pre_backward(int unit, CallId call);
   void gradient_arrived(int unit, std::size_t trainable);
   void post_backward(int unit, CallId call);
-  // Call it when backward runs another forward again, and none of the backwards inside it runs.
-  // Backward has passed the regions of reentrant checkpointing that it has recomputed. Their inputs
-  // are leaves, so no hook tells that.
+  // Call it before the outermost backward runs a forward again, and not from a backward inside it.
+  // The regions of reentrant checkpointing that have run again are over then. Their inputs are
+  // leaves, so no hook tells that. A region whose first unit has no graph of its own ends later,
+  // with the next hook outside of regions.
   void end_regions();
 
   // - Passes that fail.
