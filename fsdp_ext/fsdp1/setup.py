@@ -331,6 +331,8 @@ def wrap_under_all_names(root: nn.Module) -> None:
     wrappers = [module for module in root.modules() if is_wrapper(module)]
     wrapper_of = {inner: m for m in wrappers for inner in (m._modules[WRAPPED], m.module)}
     for parent in [module for module in root.modules() if not is_wrapper(module)]:
+        if parent in wrapper_of and CHECKPOINTED in parent._modules:
+            continue  # its child is what the wrapper wraps
         for name, child in list(parent._modules.items()):
             wrapper = child
             while wrapper in wrapper_of:

@@ -15,6 +15,7 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from support.models import Stack
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
@@ -206,6 +207,21 @@ def shared_modules() -> None:
 
 def test_a_module_under_several_names_is_wrapped_and_saved_under_each() -> None:
     run_ranks(shared_modules, 2)
+
+
+def aliases_of_a_checkpointed_module() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model.append(model[0])
+    expected = copy.deepcopy(model)
+    model[0] = FSDP(checkpoint_wrapper(model[0]))
+    wrapped = FSDP(model)
+    assert model[3] is model[0]
+    x = torch.ones(2, 4)
+    assert torch.equal(wrapped(x), expected(x))
+
+
+def test_a_second_name_of_a_checkpointed_module_gets_its_wrapper() -> None:
+    run_ranks(aliases_of_a_checkpointed_module, 2)
 
 
 def optimizer_states() -> None:
