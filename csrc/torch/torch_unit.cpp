@@ -138,7 +138,6 @@ TorchUnit::TorchUnit(UnitLayout layout, UnitTensors tensors, std::vector<UnitPar
       forward_(*this, casts, module_count),
       checksum_(*this) {
   got_gradient_.assign(parameters_.trainable().size(), 0);
-  is_placed_.assign(parameters_.trainable().size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const UnitParameter& parameter = parameters_[i];
     if (parameter.is_input) {
@@ -314,10 +313,8 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     }
     at::Tensor& arrived = parameters_.trained(i).unsharded.mutable_grad();
     if (parameters_.trained(i).is_dtensor()) {
-      if (is_placed_[i] == 0) {  // a post-accumulate hook of the user's has replaced ours
-        place_gradient(parameters_.trainable()[i]);
-      }
-      is_placed_[i] = 0;
+      // A hook of the user's may have replaced ours, or the gradient.
+      place_gradient(parameters_.trainable()[i]);
       arrived = local_tensor_of(arrived);
     }
     const std::string& parameter = layout_.params()[parameters_.trainable()[i]].name;
@@ -505,7 +502,6 @@ void TorchUnit::on_gradient(std::size_t trainable) {
     const std::size_t parameter = parameters_.trainable()[trainable];
     if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
-      is_placed_[trainable] = 1;
     }
     root->pipeline().gradient_arrived(number_, trainable);
   }

@@ -14,7 +14,9 @@
 // Backward may bring partial sums for a parameter that tensor parallelism replicates, and placing
 // them is a collective. So they are placed when they arrive, in the order of autograd, which is the
 // same on all ranks that take part. Their buckets need not be the same. FSDP2 places the sum of
-// several backwards, so it may round differently.
+// several backwards, so it may round differently. Behind a post-accumulate hook of the user's,
+// which replaces ours, they are placed when their bucket is reduced. Then these ranks need the same
+// buckets.
 //
 // Note [frozen while gradients accumulate]
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
@@ -26,8 +28,8 @@
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
 // before that. So this backward does not reshard the units that it passes. The next backward
-// without create_graph, or the next forward that runs them, reshards them. That backward
-// may itself read the parameters again, after it has passed their unit. So it reshards units with
+// without create_graph, or the next forward that runs them, reshards them. The next backward may
+// itself read the parameters again, after it has passed their unit. So it reshards units with
 // reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
 // the units keep their memory, and users see the sharded parameters.
 #pragma once
@@ -178,8 +180,6 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   HeldObject extensions_;
   bool has_extensions_ = false;
   std::vector<char> got_gradient_;  // in this backward, of each trainable parameter
-  std::vector<char>
-      is_placed_;  // the gradient of each trainable parameter: Note [gradients of DTensors]
   ShownGradients shown_;
   UnitForward forward_;
   UnitChecksum checksum_;
