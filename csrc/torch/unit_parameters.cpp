@@ -157,9 +157,9 @@ void UnitParameters::align_gradient_settings() {
   }
 }
 
-// The unit has no place for gradients of parameters that were frozen when it was made. When forward
-// enters the unit, its sharded parameters tell. Until forward leaves it, users see the unsharded
-// ones, and autograd has a node for those whose gradient it would compute.
+// The unit has no place for gradients of parameters that were frozen when it was made. Users see
+// its sharded parameters when forward enters it. Until forward leaves it, they see the unsharded
+// ones, of which autograd has a node if it would compute the gradient.
 void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
@@ -167,10 +167,11 @@ void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
       continue;
     }
     const at::Tensor& unsharded = all_[i].unsharded;
+    const bool is_shown_unfrozen = unsharded.defined() && unsharded.requires_grad();
     const bool is_unfrozen =
-        enters ? (has_flat_ ? flat() : sharded(i)).requires_grad()
-               : unsharded.defined() && unsharded.requires_grad() &&
-                     torch::autograd::impl::try_get_grad_accumulator(unsharded) != nullptr;
+        !enters && is_shown_unfrozen
+            ? torch::autograd::impl::try_get_grad_accumulator(unsharded) != nullptr
+            : (has_flat_ ? flat() : sharded(i)).requires_grad();
     FSDP_CHECK(!is_unfrozen, "Parameter '", spec.name, "' of unit '", unit,
                "' was unfrozen while forward ran, and its gradient would be lost. Set its "
                "requires_grad before the forward of the root module.");
