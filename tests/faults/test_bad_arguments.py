@@ -106,7 +106,7 @@ def of_fully_shard() -> list[Row]:
         (ValueError, "fully_shard got None", lambda model: fully_shard(None)),  # type: ignore
         (ValueError, r"fully_shard got \[\].* a module or a non-empty list",
          lambda model: fully_shard([])),
-        (ValueError, r"fully_shard got \{.* a module or a non-empty list",
+        (ValueError, "got a set, whose order differs between ranks. Pass a list",
          lambda model: fully_shard({model[0], model[1]})),  # type: ignore
         (ValueError, r"got a int\. Pass a module or a list of modules",
          lambda model: fully_shard([model, 3])),  # type: ignore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
@@ -306,9 +306,9 @@ cast(Any, fully_shard).state = torch_state.view_of
 
 def _outermost(modules: Any) -> list[nn.Module]:
     """Return the modules of a collection that are not inside another one of it."""
-    # The order in a set differs between ranks.
-    is_ordered = isinstance(modules, Collection) and not isinstance(modules, Set)
-    listed = list(modules) if is_ordered else []
+    if isinstance(modules, (set, frozenset)):
+        raise ValueError("fully_shard got a set, whose order differs between ranks. Pass a list.")
+    listed = list(modules) if isinstance(modules, Collection) else []
     if not listed:
         raise ValueError(f"fully_shard got {modules!r}. Pass a module or a non-empty list of them.")
     check_modules(listed)
