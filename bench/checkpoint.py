@@ -186,7 +186,7 @@ def save_full(training: Training, place: Path) -> None:
     dist.barrier(group=training.group)
 
 
-def write_plain(parts: int, training: Training, place: Path) -> Callable[[], Any]:
+def write_plain(parts: int, training: Training, place: Path) -> None:
     """Write as many bytes as the parameters (1 part), or these and the moments (3 parts)."""
     place.mkdir(exist_ok=True)
     piece = memoryview(bytearray(os.urandom(1 << 16) * (PIECE >> 16)))

@@ -169,7 +169,7 @@ class Link:
         """
         try:
             figures = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # also if it is no text
+        except ValueError as error:  # UnicodeDecodeError, too
             raise ValueError(f"{path} is not valid JSON ({error}).") from error
         return cls._from(figures, str(path))
 

@@ -52,8 +52,8 @@ def verify(
     memory, composed collectives and threads, and on one or two ranks with fp32 or fp64. Elsewhere
     gradients of N ranks may differ by ``(N - 1) eps_reduce + 2 eps_grad`` times the sum of the
     ranks' magnitudes, which bounds two sums of different order. If that exceeds half of a rank's
-    average part, as in bfloat16 on more than 8 ranks, gradients are not tried, and the result says
-    so.
+    average part, as in bfloat16 on 9 ranks (8 with gradients in bfloat16), gradients are not tried,
+    and the result says so.
     Then the same is tried with released slots filled with NaN and streams that pause, with a unit
     that half of the ranks do not use (if ranks are threads, all of them), with two forwards before
     a backward, and twice, to compare two runs.

@@ -132,8 +132,11 @@ TEST(MemoryPlan, TheRingHasSlotsOfTheLargestBucketThatReshards) {
   EXPECT_EQ(plan_gathers(buckets, 1).ring.slots, 1);
   EXPECT_EQ(plan_gathers(buckets, 5).ring.slot_bytes, 1024U);
   EXPECT_EQ(plan_gathers({bucket(512, false)}, 2).ring.slots, 0);
-  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/false), 5);
-  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true), 6);
+  const UnitLayout root = two_parameters(8);
+  const UnitLayout empty({}, 8, DType::Float32, DType::Float32);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/false, root), 5);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true, root), 6);
+  EXPECT_EQ(ring_slots(/*nesting=*/2, /*prefetch_depth=*/3, /*root_reshards=*/true, empty), 5);
 }
 
 TEST(MemoryPlan, SharedBuffersFitTheLargestBucket) {
