@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import fsdp_ext
 from fsdp_ext.comm import lanes
 
+_LONGEST_END = 5.0  # seconds
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -65,6 +66,7 @@ class ProcessState:
         for container, content in self._contents:
             _refill(container, content)
         _forget_sharding()
+        _wait_for_ending_threads(self._checked["threads"])
         # Modules that this call imported stay loaded. The garbage collector skips frozen objects.
         gc.freeze()
         now = dict(_checked())
@@ -154,6 +156,13 @@ def _forget_sharding() -> None:
         raise RuntimeError(
             f"the call's process groups are gone, but lanes over them are still held: {held}"
         )
+
+
+def _wait_for_ending_threads(known: set[str]) -> None:
+    """Wait for threads that end by themselves after a call, such as those of transformers."""
+    for thread in threading.enumerate():
+        if thread.name not in known:
+            thread.join(_LONGEST_END)
 
 
 def _checked() -> Iterator[tuple[str, Any]]:
