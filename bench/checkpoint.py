@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_ext
@@ -142,13 +142,12 @@ def save_dcp(training: Training, place: Path) -> None:
     dcp.save(training.state(), checkpoint_id=place, process_group=training.group)
 
 
-def save_dcp_async(kind: AsyncCheckpointerType, training: Training, place: Path) -> Saving:
-    saving: Any = dcp.async_save(
-        training.state(),
-        checkpoint_id=place,
-        process_group=training.group,
-        async_checkpointer_type=kind,
+def save_dcp_async(options: dict[str, Any], training: Training, place: Path) -> Saving:
+    saving = dcp.async_save(
+        training.state(), checkpoint_id=place, process_group=training.group, **options
     )
+    if isinstance(saving, AsyncSaveResponse):
+        return Saving(saving.upload_completion.result, saving.staging_completion.result)
     return Saving(saving.result)
 
 
@@ -163,16 +162,6 @@ def stager_for(device: torch.device) -> DefaultStager:
             use_non_blocking_copy=on_gpu,
         )
     )
-
-
-def save_dcp_staging(stager: DefaultStager, training: Training, place: Path) -> Saving:
-    saving: Any = dcp.async_save(
-        training.state(),
-        checkpoint_id=place,
-        process_group=training.group,
-        async_stager=stager,
-    )
-    return Saving(saving.upload_completion.result, saving.staging_completion.result)
 
 
 def save_full(training: Training, place: Path) -> None:
@@ -283,9 +272,13 @@ def rows_of(
         (OURS, "save"): save_ours,
         (OURS, "async_save"): save_ours_async,
         ("DCP", "save"): save_dcp,
-        ("DCP, thread", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.THREAD),
-        ("DCP, process", "async_save"): partial(save_dcp_async, AsyncCheckpointerType.PROCESS),
-        ("DCP, async staging", "async_save"): partial(save_dcp_staging, stager_for(device)),
+        ("DCP, thread", "async_save"): partial(save_dcp_async, {}),
+        ("DCP, process", "async_save"): partial(
+            save_dcp_async, {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        ),
+        ("DCP, async staging", "async_save"): partial(
+            save_dcp_async, {"async_stager": stager_for(device)}
+        ),
         ("torch.save", "save"): save_full,
         ("plain", "load"): load_plain,
         (OURS, "load"): load_ours,

@@ -216,7 +216,7 @@ def _blocked_by_slow_copies(directory: Path, delay: float) -> list[float]:
     ):
         for save in (
             checkpoint.save_ours_async,
-            partial(checkpoint.save_dcp_staging, checkpoint.stager_for(cpu)),
+            partial(checkpoint.save_dcp_async, {"async_stager": checkpoint.stager_for(cpu)}),
         ):
             training.backward()
             call = partial(save, training, directory / str(len(blocked)))
