@@ -307,6 +307,11 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Torch
   hook_node(output.grad_fn().get(), unit, call, calls);
 }
 
+bool has_gradient_hook(const at::Tensor& parameter) {
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+  return dynamic_cast<const GradientHook*>(hook.get()) != nullptr;
+}
+
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable) {
   torch::autograd::impl::set_post_acc_grad_hooks(

@@ -75,6 +75,8 @@ std::uint64_t next_node_number();
 void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<TorchUnit>& unit,
                            CallId call, std::uint64_t first_node, GraphCalls* calls);
 
+// Whether no hook of the user's has replaced the one of set_gradient_hook.
+bool has_gradient_hook(const at::Tensor& parameter);
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
 

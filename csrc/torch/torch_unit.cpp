@@ -313,8 +313,9 @@ std::shared_ptr<void> TorchUnit::extract_gradients(const void** addresses) {
     }
     at::Tensor& arrived = parameters_.trained(i).unsharded.mutable_grad();
     if (parameters_.trained(i).is_dtensor()) {
-      // A hook of the user's may have replaced ours, or the gradient.
-      place_gradient(parameters_.trainable()[i]);
+      if (!has_gradient_hook(parameters_.trained(i).unsharded)) {
+        place_gradient(parameters_.trainable()[i]);
+      }
       arrived = local_tensor_of(arrived);
     }
     const std::string& parameter = layout_.params()[parameters_.trainable()[i]].name;
