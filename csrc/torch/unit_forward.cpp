@@ -39,6 +39,9 @@ const PyObject* handled_exception() {
 #endif
 }
 
+// Whether autograd has a node behind the tensor.
+bool has_history(const at::Tensor& tensor) { return tensor.requires_grad() && !tensor.is_leaf(); }
+
 }  // namespace
 
 UnitForward::UnitForward(TorchUnit& unit, ForwardCasts casts, std::size_t module_count)
@@ -298,10 +301,9 @@ void UnitForward::watch_inputs(std::size_t index, py::handle inputs, CallId call
   bool is_transformed =
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   map_tensors(inputs, [&](const at::Tensor& tensor) {
-    const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
-    if (has_history && entering) {
+    if (has_history(tensor) && entering) {
       watched.push_back(tensor);
-    } else if (has_history || (!tensor.requires_grad() && !tensor.is_inference())) {
+    } else if (has_history(tensor) || (!tensor.requires_grad() && !tensor.is_inference())) {
       others.push_back(tensor);
     }
     is_transformed = is_transformed || tensor._fw_grad(/*level=*/0).defined();
@@ -333,8 +335,7 @@ bool UnitForward::has_graph(py::handle output) const {
   bool found = at::GradMode::is_enabled();
   if (!found) {
     map_tensors(output, [&](const at::Tensor& tensor) {
-      found = found || (tensor.requires_grad() && !tensor.is_leaf() &&
-                        tensor.grad_fn()->sequence_nr() >= first_node_);
+      found = found || (has_history(tensor) && tensor.grad_fn()->sequence_nr() >= first_node_);
       return tensor;
     });
   }
@@ -344,7 +345,7 @@ bool UnitForward::has_graph(py::handle output) const {
 bool UnitForward::watch_outputs(py::handle output, CallId call, GraphCalls* calls) {
   bool found = false;
   map_tensors(output, [&](const at::Tensor& tensor) {
-    found = found || (tensor.requires_grad() && !tensor.is_leaf());
+    found = found || has_history(tensor);
     add_pre_backward_hook(tensor, kept_unit(), call, first_node_, calls);
     return tensor;
   });

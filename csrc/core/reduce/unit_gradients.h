@@ -30,14 +30,13 @@ class UnitGradients {
     is_reached_ = true;
     awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);
   }
-  void arrive(std::size_t i) {
-    arrived_.at(i) = 1;
-    any_arrived_ = true;
-  }
+  void arrive(std::size_t i) { arrived_.at(i) = 1; }
 
   // In this backward, and not packed yet.
   bool has_arrived(std::size_t i) const { return arrived_[i] != 0; }
-  bool any_arrived() const { return any_arrived_; }
+  bool any_arrived() const {
+    return std::find(arrived_.begin(), arrived_.end(), 1) != arrived_.end();
+  }
   // For each parameter, whether this backward has reduced a gradient of this rank.
   const std::vector<char>& used() const { return used_; }
   bool any_used() const { return std::find(used_.begin(), used_.end(), 1) != used_.end(); }
@@ -62,13 +61,9 @@ class UnitGradients {
   friend class Reducer;
   friend class NonfiniteGradients;
 
-  void reset_arrived() {
-    std::fill(arrived_.begin(), arrived_.end(), 0);
-    any_arrived_ = false;
-  }
+  void reset_arrived() { std::fill(arrived_.begin(), arrived_.end(), 0); }
 
   std::vector<char> arrived_;
-  bool any_arrived_ = false;
   std::vector<char> used_;
   bool is_reached_ = false;
   bool is_reduced_ = false;
