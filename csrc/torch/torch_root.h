@@ -54,8 +54,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
-  // While backward runs: whether autograd runs another one inside it, as for reentrant
-  // checkpointing.
+  // Whether the caller runs in a backward inside the root's, such as that of a region of reentrant
+  // checkpointing. Call it while the root's backward runs.
   bool is_in_inner_backward() const;
   // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
   bool enter_forward(TorchUnit& unit);

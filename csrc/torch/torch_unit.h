@@ -11,12 +11,12 @@
 // attach() points it at the slot, too, and detach() at nothing.
 //
 // Note [gradients of DTensors]
-// Backward may bring partial sums for a parameter that tensor parallelism replicates, and placing
-// them is a collective. So they are placed when they arrive, in the order of autograd, which is the
-// same on all ranks that take part. Their buckets need not be the same. FSDP2 places the sum of
-// several backwards, so it may round differently. Behind a post-accumulate hook of the user's,
-// which replaces ours, they are placed when their bucket is reduced. Then these ranks need the same
-// buckets.
+// For a parameter that tensor parallelism replicates, backward may bring a partial sum. Placing it
+// is a collective of the tensor-parallel ranks. So each gradient is placed when it arrives:
+// autograd has the same order on these ranks, and their buckets may differ. A user's
+// post-accumulate hook replaces ours. Then the gradient is placed when its bucket is reduced, and
+// these ranks need the same buckets. FSDP2 places the sum of several backwards, so it may round
+// differently.
 //
 // Note [frozen while gradients accumulate]
 // A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
@@ -27,11 +27,11 @@
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
-// before that. So this backward does not reshard the units that it passes. The next backward
-// without create_graph, or the next forward that runs them, reshards them. The next backward may
-// itself read the parameters again, after it has passed their unit. So it reshards units with
-// reshard_after_forward=False only at its end. Forwards in between reshard all others. Until then
-// the units keep their memory, and users see the sharded parameters.
+// before these reads. So this backward leaves its units unsharded. They keep their memory, and
+// users see the sharded parameters. The next forward that runs a unit gathers it anew. The next
+// backward without create_graph reshards a unit when it passes it. But if
+// reshard_after_forward=False, it reshards the unit only at its end, because it may read the
+// parameters once more.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -157,9 +157,9 @@ void UnitParameters::align_gradient_settings() {
   }
 }
 
-// The unit has no place for gradients of parameters that were frozen when it was made. Users see
-// its sharded parameters when forward enters it. Until forward leaves it, they see the unsharded
-// ones, of which autograd has a node if it would compute the gradient.
+// The layout has no place for the gradient of such a parameter. When forward enters the unit, users
+// may have unfrozen its sharded parameters. After that they see the unsharded ones. If forward has
+// used an unfrozen one, autograd has made a node for its gradient.
 void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];

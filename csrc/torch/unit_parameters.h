@@ -91,7 +91,8 @@ class UnitParameters {
   // flat parameter has other memory than `flat_shard`. Then the next forward that autograd records
   // needs a new unit.
   bool has_gradient_setting_changed(bool awaits_reduction, const at::Tensor& flat_shard) const;
-  // Raises if forward, which enters or leaves the unit, has unfrozen a parameter.
+  // Raises if a parameter was unfrozen since the outermost forward began. Call it when forward
+  // enters the unit, and when forward leaves it.
   void check_frozen(const std::string& unit, bool enters) const;
 
  private:

@@ -216,7 +216,7 @@ class PlannedRoot(UnitTree):
     def moments(self) -> Iterator[Moment]:
         """Return the moments of forward, in order.
 
-        Modules are taken to run in order of registration, as in the rest of the plan.
+        Like the rest of the plan, this assumes that modules run in the order of registration.
         """
         of_param = {param.parameter: (unit, param) for unit in self.units for param in unit.params}
         modules_left = {

@@ -78,7 +78,7 @@ def batch(step: int) -> Tensor:
 def full_backward_hooks(model: Any) -> None:
     for module in (model.first, model.second):
         module.register_full_backward_hook(clamp_gradients)
-    # Hooks of a module without inputs that require a gradient run before its backward.
+    # If no input of a module requires a gradient, PyTorch runs its hooks before its backward.
     model(batch(0).requires_grad_()).square().mean().backward()
 
 

@@ -14,9 +14,9 @@
 // even those that stay unsharded if a backward follows. If the user asked for
 // reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
 // users see its sharded parameters. After an exception every unit is put away. A unit that the user
-// has unsharded with unshard() stays as it is. A backward with create_graph=True puts units away,
-// too, since a second backward may read their slots. The next forward gathers them anew, because
-// code may have changed the shards without changing their version.
+// has unsharded with unshard() stays as it is.
+// A backward with create_graph=True also puts its units away: a second backward may read their
+// slots. The next forward gathers them anew, because shards may change without a new version.
 #pragma once
 
 #include <cstdint>

@@ -33,11 +33,11 @@
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
 // lane. They are freed after the compute stream, to whose allocator they return, has waited for
 // the packing. So no allocator has to know the other stream, and the host does not wait. The wait
-// is issued when backward has passed the next bucket, so at most one bucket has gradients in flight
-// while those of the next one arrive. If both together would be more than
-// ReduceMemory::most_gradients, the wait is issued when backward enters the next bucket, or returns
-// to it from a unit inside, before autograd makes these gradients. That is so around a few large
-// buckets, such as an embedding. Each rank decides by itself.
+// is issued when backward has passed the next bucket. Until then, the gradients of both buckets
+// take memory. If that would be more than ReduceMemory::most_gradients, the wait is issued when
+// backward enters the next bucket, or returns to it from a unit inside, before autograd makes these
+// gradients. That is so around a few large buckets, such as an embedding. Each rank decides by
+// itself.
 //
 // Note [lent gradients]
 // Activations need the most memory where backward begins, and no sharded gradient exists there yet.

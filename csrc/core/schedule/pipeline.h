@@ -6,9 +6,9 @@
 //   pre_forward(i)    unit i gathered and attached; the gather of i + 1 is in flight
 //   post_forward(i)   unit i detached, its slot released (the root stays, if backward follows)
 //   pre_backward(i)   as pre_forward, in reverse order of post_forward
-//   gradient_arrived  noted
-//   post_backward(i)  backward has passed the unit's inputs: gradients packed and reduced, unit
-//                     detached, slot released
+//   gradient_arrived  the gradient is noted
+//   post_backward(i)  backward has passed the unit's inputs: its gradients are packed and reduced,
+//                     the unit is detached, and its slot is released
 //   end_backward      the remaining units' steps; the compute stream waits for all reductions
 //
 // Both hooks of backward take all steps up to their own: Note [order of backward] in
@@ -83,10 +83,10 @@ class Pipeline {
   void pre_backward(int unit, CallId call);
   void gradient_arrived(int unit, std::size_t trainable);
   void post_backward(int unit, CallId call);
-  // Call it before the outermost backward runs a forward again, and not from a backward inside it.
-  // The regions of reentrant checkpointing that have run again are over then. Their inputs are
-  // leaves, so no hook tells that. A region whose first unit has no graph of its own ends later,
-  // with the next hook outside of regions.
+  // Takes the steps that are left of regions of reentrant checkpointing that have run again. No
+  // hook takes them, since the inputs of a region are leaves. Call it when the outermost backward
+  // runs another forward again, but not in a backward inside it, whose region is not over. If the
+  // first unit of a region has no graph, the next hook outside of regions takes the steps.
   void end_regions();
 
   // - Passes that fail.

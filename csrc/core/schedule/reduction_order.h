@@ -4,9 +4,9 @@
 // Ranks match reductions by their order, so all ranks need the same one. It is fixed when backward
 // begins. Each bucket takes the place of its last step in Note [order of backward], in
 // core/schedule/backward_order.h. A bucket is reduced after all buckets in front of it, when
-// backward has passed its units. Parameters without a gradient then send zeros. It does not suffice
-// that all gradients have arrived, because the full backward hooks of the unit's modules run later,
-// and may read or change .grad.
+// backward has passed its units. Parameters without a gradient then send zeros. The last gradient
+// of a unit arrives earlier. But the full backward hooks of the unit's modules run after it, and
+// they may read and change .grad.
 //
 // Gradients of units without steps, such as those whose outputs autograd's hooks cannot see, are
 // reduced at the end of backward.
