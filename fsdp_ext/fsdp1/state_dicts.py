@@ -330,9 +330,16 @@ class StateDictMethods:
         params = list(chain.from_iterable(cls._groups_in(model, optim_input, optim)))
         names = cls._names_of(params, model)
         flat = cls._flat_parameters(names, params, model)
-        numbered = [(n, name) for n, name in enumerate(names) if flat.own_names(name) == [name]]
+        kind = type(model).__name__
+        if any(flat.own_names(name) != [name] for name in names):
+            raise ValueError(
+                f"rekey_optim_state_dict got a {kind} with flat parameters. Pass the unwrapped "
+                "model."
+            )
         is_by_number = optim_state_key_type is OptimStateKeyType.PARAM_ID
-        keys = {name: n for n, name in numbered} if is_by_number else dict(numbered)
+        keys: dict[Any, Any] = dict(enumerate(names))
+        if is_by_number:
+            keys = {name: number for number, name in keys.items()}
 
         def rename(key: Any) -> Any:
             if isinstance(key, int if is_by_number else str):
@@ -340,8 +347,7 @@ class StateDictMethods:
             if key not in keys:
                 raise ValueError(
                     f"rekey_optim_state_dict got a state with {key!r}, which is no parameter of "
-                    f"the {type(model).__name__}, or is in a flat one. Pass the unwrapped model, "
-                    "and the optimizer that has the state."
+                    f"the {kind}. Pass the model and the optimizer that the state is of."
                 )
             return keys[key]
 
