@@ -239,6 +239,13 @@ void set_edge(const at::Tensor& tensor, const Edge& edge) {
   }
 }
 
+// Null if there is none.
+const torch::autograd::PostAccumulateGradHook* post_accumulate_hook(const at::Tensor& parameter) {
+  return torch::autograd::impl::get_autograd_meta(parameter) == nullptr
+             ? nullptr
+             : torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+}
+
 // Whether the node, which is alive, has the hook of this call. A new node may have the address of a
 // freed one.
 bool has_hook_of(const Node& node, CallId call) {
@@ -308,14 +315,15 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Torch
 }
 
 bool has_gradient_hook(const at::Tensor& parameter) {
-  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  return dynamic_cast<const GradientHook*>(hook.get()) != nullptr;
+  return dynamic_cast<const GradientHook*>(post_accumulate_hook(parameter)) != nullptr;
 }
 
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable) {
-  torch::autograd::impl::set_post_acc_grad_hooks(
-      parameter, std::make_unique<GradientHook>(std::move(unit), trainable));
+  if (post_accumulate_hook(parameter) == nullptr || has_gradient_hook(parameter)) {
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameter, std::make_unique<GradientHook>(std::move(unit), trainable));
+  }
 }
 
 void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit) {

@@ -75,10 +75,12 @@ std::uint64_t next_node_number();
 void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<TorchUnit>& unit,
                            CallId call, std::uint64_t first_node, GraphCalls* calls);
 
-// Whether no hook of the user's has replaced the one of set_gradient_hook.
-bool has_gradient_hook(const at::Tensor& parameter);
+// Leaves a post-accumulate hook of the user's in place, since PyTorch has room for only one such
+// object. The reduction then finds the gradient in .grad without ours.
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
+// Whether the parameter has this hook, which a registration of the user's replaces.
+bool has_gradient_hook(const at::Tensor& parameter);
 
 // Puts a ShardedHook on the sharded parameter, or gives the one there this unit. Each backward
 // calls it, since the first hook that the user registers removes it.

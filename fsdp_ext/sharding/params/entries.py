@@ -246,17 +246,6 @@ def _unsharded_parameter(param: ShardedParam, view: torch.Tensor) -> nn.Paramete
     return whole
 
 
-def restore_user_hooks(unsharded: nn.Parameter) -> None:
-    """Let backward run the post-accumulate hooks that users have registered on ``unsharded``.
-
-    A C++ unit puts its own hook in their place when it takes the parameter. After this call, as
-    after a registration, the reduction finds the gradient in ``.grad`` without that hook.
-    """
-    hooked: Any = unsharded  # torch leaves these untyped
-    if hooked._post_accumulate_grad_hooks:
-        hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
-
-
 def gradient_places(
     params: Sequence[ShardedParam | None],
     layout: _C.UnitLayout,

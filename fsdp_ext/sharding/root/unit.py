@@ -26,7 +26,6 @@ from fsdp_ext.sharding.params.entries import (
     bound_objects,
     gradient_places,
     lies_in,
-    restore_user_hooks,
 )
 from fsdp_ext.sharding.params.extensions import (
     Extension,
@@ -560,9 +559,6 @@ class Unit(ParamGroup):
         if self.settings.shows_accumulated:
             spreads = {i: param.spread for i, param in enumerate(params) if param is not None}
             impl.show_accumulated(lambda index, gradient: spreads[index].dtensor(gradient))
-        for param in self.params:
-            if param.whole is not None:
-                restore_user_hooks(param.whole)
         self.impl = impl
 
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
