@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace py = pybind11;
@@ -20,6 +22,7 @@ py::object local_tensor(py::handle gradient) {
 void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_parameter) {
   make_ = std::move(make);
   count_ = count;
+  imported_.resize(count);
   is_of_flat_parameter_ = is_of_flat_parameter;
   clear_padding();
   this->make();
@@ -97,11 +100,28 @@ void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
   }
 }
 
-void ShardedGradients::copy_from(std::size_t i, const at::Tensor& gradient) {
+void ShardedGradients::import(std::size_t i, const at::Tensor& gradient) {
   const py::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
   const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   gradients_[i].local.attr("copy_")(local_tensor(theirs));
+  imported_[i] = gradient;
+}
+
+bool ShardedGradients::has_imports() const {
+  return std::any_of(imported_.begin(), imported_.end(),
+                     [](const at::Tensor& tensor) { return tensor.defined(); });
+}
+
+at::Tensor ShardedGradients::export_to_user(std::size_t i) {
+  at::Tensor gradient = std::exchange(imported_[i], at::Tensor());
+  if (gradient.defined()) {
+    const py::gil_scoped_acquire gil;
+    const at::NoGradGuard no_grad;
+    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+    local_tensor(theirs).attr("copy_")(gradients_[i].local);
+  }
+  return gradient;
 }
 
 // See Note [flat parameters].

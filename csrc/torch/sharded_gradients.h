@@ -9,6 +9,12 @@
 // and the units of the bucket get a new flat gradient. If the user has asked for the flat gradient
 // of a unit, nothing is counted.
 //
+// Note [gradients of users]
+// A user may put a tensor of their own into .grad before backward. The reduction adds its values,
+// so it copies them into the flat gradient, whose tensor takes its place in .grad. The end of
+// backward copies the result back and puts the user's tensor back into .grad, as if backward had
+// added to it in place.
+//
 // Note [flat parameters]
 // FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
 // whole flat gradient, as one plain tensor in place of the DTensors. The padding in it stays zero,
@@ -57,8 +63,15 @@ class ShardedGradients {
   void renew(std::shared_ptr<void> memory);
   // Implements UnitPort::set_gradient_memory. It makes no new tensors.
   void set_memory(std::shared_ptr<void> memory);
-  // Copies a gradient that the user has set into gradient i. Takes the GIL.
-  void copy_from(std::size_t i, const at::Tensor& gradient);
+  // Copies a gradient that the user has set into gradient i, and keeps the user's tensor: Note
+  // [gradients of users]. Takes the GIL.
+  void import(std::size_t i, const at::Tensor& gradient);
+  // Drops the user's tensor of gradient i, if there is one.
+  void forget_import(std::size_t i) { imported_[i].reset(); }
+  bool has_imports() const;
+  // Returns the user's tensor of gradient i with the values of gradient i, and drops it. Returns an
+  // undefined tensor if there is none. Takes the GIL.
+  at::Tensor export_to_user(std::size_t i);
   // Undoes share_memory_(): FlatTensor::reclaim.
   void reclaim() { flat_.reclaim(); }
 
@@ -93,7 +106,8 @@ class ShardedGradients {
   FlatTensor flat_;
   std::size_t count_ = 0;
   HeldObject make_;
-  std::vector<Gradient> gradients_;  // empty after release
+  std::vector<Gradient> gradients_;   // empty after release
+  std::vector<at::Tensor> imported_;  // users' tensors, from their import to the end of backward
   std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;

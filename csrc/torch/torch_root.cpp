@@ -300,6 +300,7 @@ void TorchRoot::end_backward() {
     end_step();
   }
   for (const auto& unit : units_) {
+    unit->return_users_gradients();
     unit->run_post_accumulate_hooks();
     unit->forward().reset_pending();
   }

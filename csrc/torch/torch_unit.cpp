@@ -424,7 +424,7 @@ void TorchUnit::import_sharded_gradient(std::size_t i) {
   const std::size_t index = parameters_.gradient_place(i);
   const at::Tensor& gradient = parameters_.gradient_owner(i).grad();
   if (!gradient.is_same(gradients_.at(index))) {
-    gradients_.copy_from(index, gradient);
+    gradients_.import(index, gradient);
     parameters_.gradient_owner(i).mutable_grad() = gradients_.at(index);
   }
 }
@@ -438,6 +438,11 @@ void TorchUnit::set_sharded_gradient(std::size_t i) {
 void TorchUnit::begin_backward() {
   std::fill(got_gradient_.begin(), got_gradient_.end(), 0);  // of a backward that failed
   shown_.take_back_all(name_);
+  for (std::size_t i = 0; i < gradients_.count(); ++i) {
+    if (gradients_.is_released() || !shows_gradient(i)) {
+      gradients_.forget_import(i);  // the user has put something else into .grad since
+    }
+  }
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     const at::Tensor& owner = parameters_.gradient_owner(i);
     if (owner.requires_grad() && owner.is_leaf()) {
@@ -457,6 +462,21 @@ void TorchUnit::before_change_of_gradients() {
       }
     } catch (const Error& error) {
       throw_with_flight_record(error, root->lanes(), nullptr);
+    }
+  }
+}
+
+// See Note [gradients of users] in sharded_gradients.h.
+void TorchUnit::return_users_gradients() {
+  if (!gradients_.has_imports()) {
+    return;
+  }
+  before_change_of_gradients();
+  for (std::size_t i = 0; i < gradients_.count(); ++i) {
+    if (gradients_.is_released() || !shows_gradient(i)) {
+      gradients_.forget_import(i);  // an attached optimizer has used it up
+    } else if (at::Tensor theirs = gradients_.export_to_user(i); theirs.defined()) {
+      parameters_.gradient_owner(i).mutable_grad() = std::move(theirs);
     }
   }
 }

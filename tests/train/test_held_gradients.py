@@ -221,21 +221,38 @@ def test_a_backward_that_makes_a_graph_leaves_gradients_where_users_look() -> No
     run_ranks(_graph, 2)
 
 
-def _gradients_set_by_users() -> None:
+def _with_gradients_of_users(system: Any, is_last: bool) -> list[Any]:
+    model = sharded(system)
+    own = {name: torch.ones_like(param) for name, param in model.named_parameters()}
     seen = []
-    for system in (torch_fully_shard, fully_shard):
-        model = sharded(system)
-        own = {name: torch.ones_like(param) for name, param in model.named_parameters()}
+    for number in range(5):
         for name, param in model.named_parameters():
-            param.grad = own[name]
+            if number in (0, 3):  # between these, .grad keeps what it has
+                param.grad = own[name]
+        model.set_is_last_backward(is_last)
         model(ones()).sum().backward()
-        seen.append([param.grad.to_local().clone() for param in model.parameters()])
-        is_same = [param.grad is own[name] for name, param in model.named_parameters()]
-        assert is_same == [system is torch_fully_shard] * len(own)
-        if system is fully_shard:
-            assert all(torch.all(one.to_local() == 1.0) for one in own.values())
-    parity.assert_same("FSDP2", *seen)
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(number % 2 == 1)
+        model(ones()).sum().backward()
+        model.set_requires_gradient_sync(True)
+        assert all(param.grad is own[name] for name, param in model.named_parameters())
+        seen.append([one.to_local().clone() for one in own.values()])
+        if number == 2:
+            model.zero_grad()
+            model(ones()).sum().backward()  # changes no tensor of the user's
+            assert not any(param.grad is own[name] for name, param in model.named_parameters())
+            model.zero_grad()
+            seen.append([one.to_local().clone() for one in own.values()])
+    return seen
 
 
-def test_backward_adds_to_a_gradient_that_users_have_set_and_leaves_their_tensor() -> None:
+def _gradients_set_by_users() -> None:
+    for is_last in (True, False):
+        ours = _with_gradients_of_users(fully_shard, is_last)
+        theirs = _with_gradients_of_users(torch_fully_shard, is_last)
+        for one, other in zip(ours, theirs, strict=True):
+            parity.assert_same("FSDP2", one, other)
+
+
+def test_backward_adds_in_place_to_a_gradient_that_users_have_set() -> None:
     run_ranks(_gradients_set_by_users, 2)
