@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "a rank without a gradient forgets that its unit awaits a reduction",
         f"{CORE}/reduce/unit_gradients.h",
-        "awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);",
+        "awaits_reduction_ = awaits_reduction_ || (!syncs && trains());",
         cpp=CPP,
         python=("unused_parameters",),
     ),
@@ -443,9 +443,9 @@ FAULTS = (
         python=("model_lifetime",),
     ),
     Fault(
-        "backward does not see that parameters are still frozen",
+        "backward does not see that parameters are still unfrozen",
         f"{TORCH}/torch_root.cpp",
-        "!has_gradient_setting_changed(/*accepts_frozen=*/true)",
+        "!any_unit_has(GradientSettings::Changed)",
         "true",
         python=("model_lifetime",),
     ),

@@ -443,8 +443,11 @@ void TorchUnit::begin_backward() {
       gradients_.forget_import(i);  // the user has put something else into .grad since
     }
   }
+  const auto root = root_.lock();
+  UnitGradients& progress = root->pipeline().unit(number_).gradients;
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     const at::Tensor& owner = parameters_.gradient_owner(i);
+    progress.set_frozen(i, !owner.requires_grad() && !progress.awaits_reduction());
     if (owner.requires_grad() && owner.is_leaf()) {
       ensure_sharded_hook(owner, weak_from_this());
     }
@@ -474,7 +477,7 @@ void TorchUnit::return_users_gradients() {
   before_change_of_gradients();
   for (std::size_t i = 0; i < gradients_.count(); ++i) {
     if (gradients_.is_released() || !shows_gradient(i)) {
-      gradients_.forget_import(i);  // an attached optimizer has used it up
+      gradients_.forget_import(i);  // an attached optimizer has consumed it
     } else if (at::Tensor theirs = gradients_.export_to_user(i); theirs.defined()) {
       parameters_.gradient_owner(i).mutable_grad() = std::move(theirs);
     }
@@ -493,10 +496,6 @@ void TorchUnit::run_post_accumulate_hooks() {
       call_post_accumulate_hooks(owner);
     }
   }
-}
-
-bool TorchUnit::has_gradient_setting_changed(bool awaits_reduction) const {
-  return parameters_.has_gradient_setting_changed(awaits_reduction, tensors_.shard.flat());
 }
 
 void TorchUnit::reclaim_memory() {

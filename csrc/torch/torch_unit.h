@@ -18,12 +18,17 @@
 // these ranks need the same buckets. FSDP2 places the sum of several backwards, so it may round
 // differently.
 //
-// Note [frozen while gradients accumulate]
-// A parameter may be frozen while backwards without gradient sync have accumulated gradients of it.
-// As in FSDP2 and in a model that is not sharded, the next reduction includes them. So it stays in
-// the unit's layout as a trained parameter, but forward and backward see a frozen one. The unit is
-// made anew after that reduction. UnitGradients::awaits_reduction decides this. Its result is the
-// same on all ranks, because their layouts have to be the same.
+// Note [frozen parameters]
+// When a user freezes a trained parameter, the unit stays as it is. Forward and backward see a
+// frozen parameter, which brings no gradient, and a unit that is frozen as a whole is not reduced.
+// So a GAN's step may freeze one of two models in turn. But the parameter keeps the memory of its
+// gradient, and a reduction sends zeros for it. So units are recreated when parameters have been
+// frozen for kForwardsWithFrozen forwards and no backward is pending. If backwards without gradient
+// sync have accumulated gradients of a frozen parameter, the next reduction includes them, as in
+// FSDP2 and in a model that is not sharded. Until then the unit stays:
+// UnitGradients::awaits_reduction. If the user unfreezes a parameter that the unit's layout does
+// not train, units are recreated at once. All of this is the same on all ranks, because their
+// layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
@@ -100,8 +105,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void run_post_accumulate_hooks();
   // Autograd is about to add to the gradient of a sharded parameter.
   void before_change_of_gradients();
-  // See UnitParameters::has_gradient_setting_changed.
-  bool has_gradient_setting_changed(bool awaits_reduction) const;
+  GradientSettings gradient_settings() const {
+    return parameters_.gradient_settings(tensors_.shard.flat());
+  }
   // Returns the flat gradient for the user: ShardedGradients::share.
   at::Tensor share_flat_gradient();
   // For each parameter of the layout: whether its .grad is a part of the flat gradient.

@@ -59,6 +59,7 @@ def _train(intrudes: bool) -> tuple[list[Record], dict[str, list[str]]]:
     """Train, with a second thread that tries all ways into the model at all times, or without."""
     run = sharded()
     model, block = run.model, run.model.blocks[1]
+    model.blocks[0].requires_grad_(False)
     x = torch.ones(ROWS, DIM)
     errors: dict[str, list[str]] = {}
 
@@ -93,8 +94,7 @@ def _train(intrudes: bool) -> tuple[list[Record], dict[str, list[str]]]:
                 patch.setattr(root_module, name, intruding(root_module.lanes_of, "set-up"))
             if step == 2:  # the root is made anew
                 patch.setattr(module_changes, "watch", intruding(module_changes.watch, "rebuild"))
-                for parameter in model.blocks[0].parameters():
-                    parameter.requires_grad_(False)
+                model.blocks[0].requires_grad_(True)
             run.optimizer.zero_grad()
             earlier = run.loss(step, 1)
             patch.undo()

@@ -127,27 +127,29 @@ def _with_closures(runs_forward: bool) -> None:
     assert prof.summary().optimizer == 0
 
 
-def _with_parameters_frozen_inside() -> None:
+def _with_parameters_unfrozen_inside() -> None:
     """A profile ends with an error, and without one while the block's own error passes."""
     warnings.simplefilter("ignore")
     model = make(compute=0.0)
     optimizer = SlowSGD(model.parameters(), lr=0.0)
+    frozen = list(model.parameters())[:3]
+    for param in frozen:
+        param.requires_grad_(False)
     train(model, 1)
 
-    def freeze(error: Exception | None = None) -> None:
-        param = next(model.parameters())
-        param.requires_grad_(not param.requires_grad)
+    def unfreeze(error: Exception | None = None) -> None:
+        frozen.pop().requires_grad_(True)
         train(model, 1)
         optimizer.step()
         if error is not None:
             raise error
 
     with pytest.raises(RuntimeError, match="lost track of the model"), fsdp_ext.profile(model):
-        freeze()
+        unfreeze()
     with pytest.raises(KeyError, match="mine"), fsdp_ext.profile(model):
-        freeze(KeyError("mine"))
+        unfreeze(KeyError("mine"))
     late = fsdp_ext.profile(model)
-    freeze()
+    unfreeze()
     with pytest.raises(RuntimeError, match="lost track of the model"), late:
         pass
     with fsdp_ext.profile(model) as prof:
@@ -161,7 +163,7 @@ def _with_parameters_frozen_inside() -> None:
         _after_backward,
         partial(_with_closures, runs_forward=True),
         partial(_with_closures, runs_forward=False),
-        _with_parameters_frozen_inside,
+        _with_parameters_unfrozen_inside,
     ],
 )
 def test_steps_after_backward(work: Any) -> None:

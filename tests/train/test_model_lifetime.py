@@ -158,21 +158,53 @@ def test_requires_grad_of_unsharded_parameters_counts(work: Callable[[], None]) 
     run_ranks(work, 2)
 
 
-def _frozen_between() -> None:
+def _unfrozen_between() -> None:
     model = make_model()
-    first = model(torch.ones(4, 6)).sum()
     model[0].requires_grad_(False)
+    first = model(torch.ones(4, 6)).sum()
+    model[0].requires_grad_(True)
     second = model(torch.ones(4, 6)).sum()
     with pytest.raises(RuntimeError, match="Run that backward first"):
         first.backward()
     second.backward()
-    assert [parameter.grad is not None for parameter in model.parameters()] == [False] * 2 + [
-        True
-    ] * 2
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_backward_from_before_freezing_is_refused() -> None:
-    run_ranks(_frozen_between, 2)
+def test_a_backward_from_before_unfreezing_is_refused() -> None:
+    run_ranks(_unfrozen_between, 2)
+
+
+def _frozen_in_turn() -> None:
+    ours, theirs = make_model(bucket_bytes=0), make_model(torchs_fully_shard)
+    root: Any = ours
+    x = torch.linspace(0, 1, 24).view(4, 6).requires_grad_()
+    impls = set()
+    for step in range(80):
+        is_frozen = step % 2 == 1 or step >= 40
+        for model in (ours, theirs):
+            x.grad = None
+            model[0].requires_grad_(not is_frozen)
+            model(x).square().mean().backward()
+            assert x.grad is not None  # backward has passed the frozen unit
+        found, expected = ([param.grad for param in m.parameters()] for m in (ours, theirs))
+        assert [each is None for each in found] == [is_frozen] * 2 + [False] * 2
+        for gradient, other in zip(found, expected, strict=True):
+            assert (gradient is None) == (other is None)
+            assert gradient is None or torch.equal(gradient.to_local(), other.to_local())
+        ours.zero_grad()
+        theirs.zero_grad()
+        impl = root._fsdp_ext_unit.root.impl
+        impls.add(impl)
+        if step == 1:
+            reduced = impl.counters()["reduce_scatters"]
+        if step == 3:  # two units in one step, and one in the other
+            assert impl.counters()["reduce_scatters"] == reduced + 3
+    assert len(impls) == 2
+    assert [bucket["reduce_bytes"] > 0 for bucket in impl.buckets()] == [False, False, True]
+
+
+def test_freezing_in_turn_makes_no_units_anew_and_freezing_for_long_does() -> None:
+    run_ranks(_frozen_in_turn, 2)
 
 
 class Adapted(nn.Module):
@@ -296,13 +328,12 @@ def _frozen_under_a_checkpoint_of_the_model() -> None:
         model.zero_grad()
 
 
-def _refused_evaluations() -> None:
-    """Raise for flat parameters, and in the second backward of one graph."""
+def _evaluations_with_flat_parameters_and_kept_graphs() -> None:
     flat = FullyShardedDataParallel(nn.Linear(6, 3), use_orig_params=False)
     model = make_model()
-    for each, graph_is_kept in ((flat, False), (model, True)):
+    for each, backwards in ((flat, 1), (model, 2)):
         loss = each(torch.ones(4, 6)).sum()
-        if graph_is_kept:
+        if backwards == 2:
             loss.backward(retain_graph=True)
         for is_trained in (False, True):
             for param in each.parameters():
@@ -310,8 +341,24 @@ def _refused_evaluations() -> None:
             if not is_trained:
                 with torch.no_grad():
                     each(torch.ones(4, 6))
-        with pytest.raises(RuntimeError, match="Run that backward first"):
-            loss.backward()
+        loss.backward()
+        gradient: Any = list(each.parameters())[-1].grad
+        numbers = set(getattr(gradient, "_local_tensor", gradient).tolist())
+        assert {4.0 * backwards} <= numbers <= {0.0, 4.0 * backwards}  # padding is 0
+
+
+def _unfrozen_for_an_evaluation() -> None:
+    """Raise in the second backward of one graph."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    loss = model(torch.ones(4, 6)).sum()
+    loss.backward(retain_graph=True)
+    model[0].requires_grad_(True)
+    with torch.no_grad():
+        model(torch.ones(4, 6))
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Run that backward first"):
+        loss.backward()
 
 
 def _frozen_for_an_evaluation() -> None:
@@ -322,16 +369,18 @@ def _frozen_for_an_evaluation() -> None:
     _freezing_changes_nothing_for_units_that_stay_unsharded()
     _unfreezing_for_an_evaluation_leaves_nothing()
     _frozen_under_a_checkpoint_of_the_model()
-    _refused_evaluations()
+    _evaluations_with_flat_parameters_and_kept_graphs()
+    _unfrozen_for_an_evaluation()
     model = make_model()
-    loss = model(torch.ones(4, 6)).sum()
     model[0].requires_grad_(False)
+    loss = model(torch.ones(4, 6)).sum()
+    model[0].requires_grad_(True)
     with torch.no_grad():
         model(torch.ones(4, 6))
-    with pytest.raises(RuntimeError, match="Set requires_grad back before that backward"):
+    with pytest.raises(RuntimeError, match="Undo that before the backward"):
         loss.backward()
     model(torch.ones(4, 6)).sum().backward()
-    assert [param.grad is not None for param in model.parameters()] == [False] * 2 + [True] * 2
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_parameters_may_be_frozen_for_an_evaluation_before_backward() -> None:

@@ -16,6 +16,7 @@ class UnitGradients {
  public:
   explicit UnitGradients(std::size_t trainable_count)
       : arrived_(trainable_count, 0),
+        is_frozen_(trainable_count, 0),
         used_(trainable_count, 0),
         reduced_since_(trainable_count, kNoPacking) {}
 
@@ -25,10 +26,17 @@ class UnitGradients {
     is_reached_ = is_reduced_ = false;
     std::fill(used_.begin(), used_.end(), 0);
   }
+  // Sets whether parameter i is frozen in the following backwards. It is the same on all ranks.
+  void set_frozen(std::size_t i, bool value) { is_frozen_.at(i) = value ? 1 : 0; }
+  bool is_frozen(std::size_t i) const { return is_frozen_[i] != 0; }
+  // Whether any parameter is not frozen.
+  bool trains() const {
+    return std::find(is_frozen_.begin(), is_frozen_.end(), 0) != is_frozen_.end();
+  }
   // This backward has reached the unit, on all ranks.
   void reach(bool syncs) {
     is_reached_ = true;
-    awaits_reduction_ = awaits_reduction_ || (!syncs && count() > 0);
+    awaits_reduction_ = awaits_reduction_ || (!syncs && trains());
   }
   void arrive(std::size_t i) { arrived_.at(i) = 1; }
 
@@ -41,15 +49,21 @@ class UnitGradients {
   const std::vector<char>& used() const { return used_; }
   bool any_used() const { return std::find(used_.begin(), used_.end(), 1) != used_.end(); }
   bool is_reduced() const { return is_reduced_; }  // in this backward
-  // Whether this backward has reduced the unit although this rank has not used every parameter.
+  // Whether this backward has reduced the unit although this rank has not used every parameter that
+  // is not frozen.
   bool misses_gradients() const {
-    return is_reduced_ && std::find(used_.begin(), used_.end(), 0) != used_.end();
+    for (std::size_t i = 0; is_reduced_ && i < count(); ++i) {
+      if (used_[i] == 0 && !is_frozen(i)) {
+        return true;
+      }
+    }
+    return false;
   }
   // Whether backwards without gradient sync have reached the unit since its last reduction. It is
   // the same on all ranks.
   bool awaits_reduction() const { return awaits_reduction_; }
   bool needs_reduction(bool syncs) const {
-    return any_arrived() || (is_reached_ && syncs && !is_reduced_ && count() > 0);
+    return any_arrived() || (is_reached_ && syncs && !is_reduced_ && trains());
   }
   // At the end of backward: as needs_reduction, or backwards without gradient sync have left
   // gradients.
@@ -64,6 +78,7 @@ class UnitGradients {
   void reset_arrived() { std::fill(arrived_.begin(), arrived_.end(), 0); }
 
   std::vector<char> arrived_;
+  std::vector<char> is_frozen_;
   std::vector<char> used_;
   bool is_reached_ = false;
   bool is_reduced_ = false;

@@ -134,7 +134,7 @@ class ShardedParam:
         attributes: modules and the names of their attributes.
         quantization: the state that bitsandbytes computes with; None for other parameters.
         awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
-            [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+            [frozen parameters] in csrc/torch/torch_unit.h.
         whole: the parameter that modules have while the unit is unsharded; None before the first
             C++ unit, and if an extension makes it. Later C++ units use the same object, because
             users may have put hooks and attributes on it.

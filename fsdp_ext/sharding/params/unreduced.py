@@ -54,7 +54,7 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
     """Return copies of the gradients that ``impl`` has not reduced yet.
 
     Until the next call, a frozen parameter with such gradients counts as trained, so that it takes
-    part in the reduction: Note [frozen while gradients accumulate] in csrc/torch/torch_unit.h.
+    part in the reduction: Note [frozen parameters] in csrc/torch/torch_unit.h.
     ``placed`` has the entries of each unit's layout in ``impl``.
     """
     found = []
