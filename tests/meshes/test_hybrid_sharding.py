@@ -312,6 +312,19 @@ def test_sets_that_run_units_in_different_orders_name_both(shape: tuple[int, int
         assert "unit '1'" in message
 
 
+def _train_another_model_in_one_set() -> None:
+    mesh = hybrid_mesh()
+    both, own = (fully_shard(nn.Linear(WIDTH, WIDTH), mesh=each) for each in (mesh, mesh["shard"]))
+    for step in range(3):
+        both(batch(step, dist.get_rank())).sum().backward()
+        if dist.get_rank() < 2:
+            own(batch(step, dist.get_rank())).sum().backward()
+
+
+def test_one_set_of_shards_may_train_another_model() -> None:
+    run_ranks(_train_another_model_in_one_set, 4)
+
+
 def _differ(setting: str) -> str:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     is_first = dist.get_rank() < 2

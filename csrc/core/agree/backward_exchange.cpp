@@ -173,18 +173,22 @@ void BackwardExchange::receive() {
   }
 }
 
-// Gathers concern the ranks of one shard group, and reductions all ranks. For example, one replica
-// may evaluate more batches than another.
+// Gathers and reductions concern the ranks of one shard group: one replica may evaluate more
+// batches than another, or train another model over its shard group. All-reductions concern all
+// ranks.
 void BackwardExchange::compare_hashes() {
   const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
   for (std::size_t other = 0; other < size(); ++other) {
     const std::size_t first = other / group_size * group_size;
-    const bool gathers_differ = hashes_of(other).gather != hashes_of(first).gather;
-    const bool reductions_differ = hashes_of(other).reduce != hashes_of(0).reduce ||
-                                   hashes_of(other).all_reduce != hashes_of(0).all_reduce;
-    if (gathers_differ || reductions_differ) {
-      // Every rank finds the same two ranks, so all ranks get here.
-      throw_difference(other, gathers_differ ? first : 0, gathers_differ);
+    // All ranks compare the same numbers, so all of them throw.
+    if (hashes_of(other).gather != hashes_of(first).gather) {
+      throw_difference("gather", lanes_.gather.history(), other, first);
+    }
+    if (hashes_of(other).reduce != hashes_of(first).reduce) {
+      throw_difference("reduce", lanes_.reduce.history(), other, first);
+    }
+    if (replicas_ != nullptr && hashes_of(other).all_reduce != hashes_of(0).all_reduce) {
+      throw_difference("all-reduce", replicas_->reduce.history(), other, 0);
     }
   }
 }
@@ -195,33 +199,20 @@ BackwardExchange::Hashes BackwardExchange::hashes_of(std::size_t rank) const {
   return hashes;
 }
 
-void BackwardExchange::throw_difference(std::size_t one, std::size_t another, bool gathers_differ) {
-  struct Histories {
-    CollectiveHistory::Records gather;
-    CollectiveHistory::Records reduce;
-    CollectiveHistory::Records all_reduce;
-  };
-  Histories mine{lanes_.gather.history().records(), lanes_.reduce.history().records(), {}};
-  if (replicas_ != nullptr) {
-    mine.all_reduce = replicas_->reduce.history().records();
-  }
-  std::string message(sizeof(Histories), 0);
-  std::memcpy(message.data(), &mine, sizeof(Histories));
+void BackwardExchange::throw_difference(const char* lane, const CollectiveHistory& mine,
+                                        std::size_t one, std::size_t another) {
+  const CollectiveHistory::Records& records = mine.records();
+  std::string message(sizeof(records), 0);
+  std::memcpy(message.data(), &records, sizeof(records));
   const std::vector<std::string> all = all_gather(kHistories, message);
   const std::size_t shown = rank() == one ? one : another;  // this rank, if it is one of the two
   const std::size_t other = rank() == one ? another : one;
-  Histories of_shown;
-  Histories of_other;
-  std::memcpy(&of_shown, all[shown].data(), sizeof(Histories));
-  std::memcpy(&of_other, all[other].data(), sizeof(Histories));
-  const auto describe = [&](const char* lane, CollectiveHistory::Records Histories::* records) {
-    return describe_difference(lane, static_cast<int>(shown), of_shown.*records,
-                               static_cast<int>(other), of_other.*records);
-  };
-  throw RanksDiffer(gathers_differ ? describe("gather", &Histories::gather)
-                    : hashes_of(one).reduce != hashes_of(another).reduce
-                        ? describe("reduce", &Histories::reduce)
-                        : describe("all-reduce", &Histories::all_reduce));
+  CollectiveHistory::Records of_shown;
+  CollectiveHistory::Records of_other;
+  std::memcpy(&of_shown, all[shown].data(), sizeof(of_shown));
+  std::memcpy(&of_other, all[other].data(), sizeof(of_other));
+  throw RanksDiffer(describe_difference(lane, static_cast<int>(shown), of_shown,
+                                        static_cast<int>(other), of_other));
 }
 
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {

@@ -63,7 +63,9 @@ class BackwardExchange {
   void receive();
   void compare_hashes();
   Hashes hashes_of(std::size_t rank) const;
-  [[noreturn]] void throw_difference(std::size_t one, std::size_t another, bool gathers_differ);
+  // `mine` is this rank's record of the lane; `one` and `another` are the ranks that differ in it.
+  [[noreturn]] void throw_difference(const char* lane, const CollectiveHistory& mine,
+                                     std::size_t one, std::size_t another);
   void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);
   bool is_used(const Unit& unit, std::size_t bit) const;
   void resize(const std::vector<std::unique_ptr<Unit>>& units);
