@@ -88,8 +88,14 @@ void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
   if (next->event == nullptr) {
     next->event = device_.new_event();
   }
-  const std::uint32_t behind = stream.behind().collectives[1 - lane_];
-  stream.add_collective(lane_, issued_);
+  // The lanes of a mesh also issue to the root's streams. These streams count only collectives of
+  // the root's lanes.
+  const Behind before = stream.behind();
+  const bool counts = before.device == &device_;
+  const std::uint32_t behind = counts ? before.collectives[1 - lane_] : 0;
+  if (counts) {
+    stream.add_collective(lane_, issued_);
+  }
   stream.record(*next->event);
   const std::lock_guard<std::mutex> lock(mutex_);
   Outstanding& newest = *next;

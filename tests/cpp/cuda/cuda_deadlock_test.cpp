@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "published_lanes.h"
@@ -98,6 +99,26 @@ class WatchedRank {
 
   // Makes the compute stream wait for the newest collective of the lane.
   void await(int lane) { device->compute_stream().wait(*done[lane], kLabels[lane]); }
+
+  // Issues gathers of a communicator with lanes of its own, such as a mesh's, to the stream of the
+  // gather lane. Returns how many collectives this stream counted before and after.
+  std::pair<std::uint32_t, std::uint32_t> issue_for_another_pair_of_lanes() {
+    const std::unique_ptr<Device> own =
+        make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
+    nccl::UniqueId id;
+    api().GetUniqueId(&id);
+    const NcclOptions options{0, 1, kTimeout, /*register_buffers=*/false};
+    const auto others = make_nccl_communicators(api(), *own, id, options);
+    const auto counted = [this] { return streams[kGather]->behind().collectives[kGather]; };
+    const std::uint32_t before = counted();
+    for (int i = 0; i < 3; ++i) {
+      others.first->announce(kLabels[kGather], 0);
+      others.first->all_gather(*streams[kGather], &shard, gathered, sizeof(shard));
+    }
+    const std::uint32_t after = counted();
+    synchronize_lanes();
+    return {before, after};
+  }
 
   // A collective of the lane `first`, and one of the other lane behind it.
   void issue_from(int first) {
@@ -215,6 +236,15 @@ TEST(CudaDeadlocks, AStepsLanesComeBehindEachOther) {
     rank.backward(calls, 1.0F);
     EXPECT_GT(behind("reduce", kReduce), reductions);
     EXPECT_GE(behind("reduce", kGather) + 1, behind("gather", kGather)) << "but for the exchange";
+  });
+}
+
+TEST(CudaDeadlocks, AStreamCountsTheCollectivesOfItsOwnLanesAlone) {
+  on_watched_ranks(2, [](WatchedRank& rank) {
+    rank.issue(kGather);
+    const auto [before, after] = rank.issue_for_another_pair_of_lanes();
+    EXPECT_EQ(before, 1);
+    EXPECT_EQ(after, 1);
   });
 }
 
