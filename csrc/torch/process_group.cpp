@@ -112,6 +112,9 @@ class ProcessGroupCommunicator final : public Communicator {
     if (composed_ != nullptr) {
       composed_->give_up(reason);
     }
+    if (lanes_.deadlocks != nullptr) {
+      lanes_.deadlocks->fail(reason);
+    }
   }
 
   std::string async_error() override {

@@ -225,6 +225,18 @@ TEST(DeadlockThread, AReportThatThrowsEndsNoProcess) {
   thread.stop();
 }
 
+TEST(DeadlockThread, ReportsThatALaneHasFailed) {
+  std::promise<std::string> reported;
+  DeadlockThread thread(std::make_unique<LateBoard>(), std::make_shared<PublishedLanes>(), 0,
+                        kInterval);
+  thread.start([&](const std::string& reason) {
+    thread.fail("ended by the other lane");  // the lane that this ends reports it in turn
+    reported.set_value(reason);
+  });
+  thread.fail("the reason");
+  EXPECT_EQ(reported.get_future().get(), "the reason");
+}
+
 // Hangs until the test lets it go on.
 class HangingBoard final : public Board {
  public:

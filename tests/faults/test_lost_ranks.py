@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import re
 import signal
@@ -204,6 +205,31 @@ def _early_failures() -> None:
 
 def test_a_caught_failure_of_one_rank_is_found_long_before_the_timeout() -> None:
     run_ranks(_early_failures, 2, timeout=60.0, fresh=True)
+
+
+def _delete_after_a_failure(transport: str) -> None:
+    model: Any = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
+    mesh = _mesh()
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh, transport=transport)
+    batch = torch.ones(2, 32)
+    for _ in range(2):
+        model(batch).sum().backward()
+    loss = model(batch).sum()
+    message = ""
+    try:  # pytest.raises would keep the model alive
+        loss.backward() if dist.get_rank() == 0 else model(batch)
+    except RuntimeError as error:
+        message = str(error)
+    assert "different collectives" in message
+    del model, loss, module
+    gc.collect()
+    dist.barrier()  # no rank ends before, which would end the waits of the others
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_after_a_failure_the_model_is_deleted_long_before_the_timeout(transport: str) -> None:
+    run_ranks(_delete_after_a_failure, 2, transport, timeout=60.0, fresh=True)
 
 
 # - What the store has

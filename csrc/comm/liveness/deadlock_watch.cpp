@@ -96,6 +96,11 @@ void DeadlockThread::start(std::function<void(const std::string&)> report) {
   thread_ = std::thread([shared = shared_, interval = interval_] { run(shared, interval); });
 }
 
+void DeadlockThread::fail(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(shared_->failure_mutex);
+  shared_->failure = reason;
+}
+
 void DeadlockThread::stop() {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   shared_->report = nullptr;
@@ -111,6 +116,16 @@ void DeadlockThread::stop() {
   thread_.join();
 }
 
+std::string DeadlockThread::Shared::look() {
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex);
+    if (!failure.empty()) {
+      return failure;
+    }
+  }
+  return watch.look();
+}
+
 void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
                          std::chrono::milliseconds interval) {
   std::unique_lock<std::mutex> lock(shared->mutex);
@@ -119,7 +134,7 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
     lock.unlock();
     std::string account;
     try {
-      account = shared->watch.look();
+      account = shared->look();
     } catch (const std::exception&) {
       // The process that serves the board may have ended. Then the collective fails by itself.
     }

@@ -76,7 +76,9 @@ class DeadlockWatch {
   bool has_written_ = false;
 };
 
-// A thread that looks at intervals, from start until it has something to report, or until stop.
+// A thread that looks at intervals, from start until it has something to report, or until stop. It
+// also reports that one lane has failed, because collectives of the other lane may wait for ranks
+// that have given up.
 class DeadlockThread {
  public:
   DeadlockThread(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,
@@ -86,8 +88,10 @@ class DeadlockThread {
   DeadlockThread(const DeadlockThread&) = delete;
   DeadlockThread& operator=(const DeadlockThread&) = delete;
 
-  // `report` gets what look() returns.
+  // `report` ends both lanes. It gets the account of a deadlock, or the reason of fail().
   void start(std::function<void(const std::string&)> report);
+  // One lane has failed. Any thread may call it.
+  void fail(const std::string& reason);
   // Nothing is reported any more. The board may hang, and then the thread outlives this object.
   void stop();
 
@@ -95,11 +99,17 @@ class DeadlockThread {
   struct Shared {
     explicit Shared(DeadlockWatch a_watch) : watch(std::move(a_watch)) {}
 
+    std::string look();
+
     DeadlockWatch watch;
     std::mutex mutex;
     std::condition_variable stopped;
     bool is_looking = false;
     std::function<void(const std::string&)> report;  // empty when stopped
+    // The reason why a lane has failed. It has a mutex of its own, because fail() may be called
+    // within report().
+    std::mutex failure_mutex;
+    std::string failure;
   };
 
   static void run(const std::shared_ptr<Shared>& shared, std::chrono::milliseconds interval);

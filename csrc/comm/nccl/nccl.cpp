@@ -295,8 +295,11 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
     options.deadlocks->start([a = gather.get(), b = reduce.get(),
                               select = nccl::selector_of(device)](const std::string& account) {
       select();
-      const std::string whole = a->with_flight_record(account);
-      print_failure(whole);
+      const bool is_printed = !a->async_error().empty() || !b->async_error().empty();
+      const std::string whole = is_printed ? account : a->with_flight_record(account);
+      if (!is_printed) {
+        print_failure(whole);
+      }
       a->abort(whole);
       b->abort(whole);
     });

@@ -130,6 +130,9 @@ void NcclWatchdog::abort(const std::string& reason) {
     error_ = reason;
     failed_ = true;
   }
+  if (options_.deadlocks != nullptr) {
+    options_.deadlocks->fail(reason);
+  }
   if (api_.CommRevoke != nullptr) {
     revoke();
   } else {
