@@ -31,6 +31,7 @@ from fsdp_ext.optim.attached import units_to_attach
 from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.clip_in_backward import ClippingInBackward
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
+from fsdp_ext.optim.fused_steps import FusedSteps
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.api.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
@@ -43,7 +44,7 @@ def register_update_pre_hook(hook: Callable[[Optimizer], Any]) -> None:
     _update_pre_hooks.append(hook)
 
 
-class FlatStep(Optimizer):
+class FlatStep(FusedSteps):
     """Steps flat memory. Inherit from this class first, and then from PyTorch's optimizer.
 
     That optimizer has to step each element independently of the others.
@@ -52,7 +53,8 @@ class FlatStep(Optimizer):
         params: as PyTorch's.
         args: positional options of PyTorch's optimizer.
         foreach: as PyTorch's.
-        fused: as PyTorch's, but true if neither this nor ``foreach`` is passed.
+        fused: as PyTorch's, but a group with None for this and ``foreach`` has a fused step where
+            possible: Note [fused steps] in optim/fused_steps.py.
         differentiable: has to be false.
         kwargs: other options of PyTorch's optimizer.
 
@@ -74,8 +76,6 @@ class FlatStep(Optimizer):
                 f"fsdp_ext.optim.{type(self).__name__} got differentiable=True, but it steps flat "
                 f"memory in place. Use torch.optim.{type(self).__name__}."
             )
-        if foreach is None and fused is None:
-            fused = True
         super().__init__(params, *args, **{**kwargs, "foreach": foreach, "fused": fused})
 
     @_disable_dynamo
@@ -87,7 +87,7 @@ class FlatStep(Optimizer):
                 loss = closure()
         # Copies and unpickled optimizers have PyTorch's attributes only.
         own = vars(self)
-        if own.get("_attached") and hasattr(self, "found_inf"):
+        if own.get("_attached") and self._is_scaled:
             raise RuntimeError(
                 "step got a GradScaler, but this optimizer is attached, so it has stepped in "
                 "backward with scaled gradients. Call step() after backward instead of attaching "
@@ -244,13 +244,15 @@ class FlatStep(Optimizer):
         """Step some of the parameters, by PyTorch's code."""
         clipping = self._clipping_now
         groups = part.find_groups(self.state, None if clipping is None else clipping.ranks_of)
-        states, params = self.state, [group["params"] for group in self.param_groups]
+        states = self.state
+        changed = [{key: group[key] for key in ("params", "fused")} for group in self.param_groups]
         try:
             self.state = defaultdict(dict)
             for group, found in zip(self.param_groups, groups, strict=True):
                 own = found.begin_step(states)
                 self.state.update(own)
-                group["params"] = list(own)
+                fits = found.fits_fused_code and self._fits_fused_code(group, own)
+                group.update(params=list(own), fused=self._fused_now(group, fits=fits))
             if clipping is not None:
                 clipping.clip(part, [pair for found in groups for pair in found.stepped()])
             step: Any = super().step
@@ -259,8 +261,8 @@ class FlatStep(Optimizer):
             step()
         finally:
             self.state = states
-            for group, before, found in zip(self.param_groups, params, groups, strict=True):
-                group["params"] = before
+            for group, before, found in zip(self.param_groups, changed, groups, strict=True):
+                group.update(before)
                 found.end_step(states)
             part.note(states)
 
@@ -350,6 +352,7 @@ class _Group:
             return own if own is None or key is None else (own, key(param))
 
         self._runs = FlatRuns(params, kinds)
+        self._is_real = not any(param.is_complex() for param in self._runs.others)
         known = {} if before is None else before._intact(states)
         # Each run's states, a dict to which PyTorch's code adds.
         self._states = [
@@ -382,6 +385,11 @@ class _Group:
         self._alone = [_Alone(param, states) for param in _C.with_gradients(self._runs.others)]
         of_runs = {run.whole: own for run, own in self._states}
         return of_runs | {each.whole: each.states for each in self._alone}
+
+    @property
+    def fits_fused_code(self) -> bool:
+        """Whether PyTorch's fused code takes these parameters with the gradients of this step."""
+        return self._is_real and all(each.fits_fused_code for each in self._alone)
 
     def stepped(self) -> list[tuple[Any, torch.Tensor]]:
         """Return the tensors that a step changes, each with a parameter that lies in it."""
@@ -468,6 +476,12 @@ class _Alone:
                 grad = grad.redistribute(placements=param.placements)
             self.whole.grad = local_of(grad)
         self.states = {name: local_of(value) for name, value in states.get(param, {}).items()}
+
+    @property
+    def fits_fused_code(self) -> bool:
+        """Whether PyTorch's fused code takes the gradient."""
+        grad = self.whole.grad
+        return grad is not None and not grad.is_sparse and grad.dtype == self.whole.dtype
 
     def end_step(self, states: dict[Any, Any]) -> None:
         """Give the parameter its new states."""

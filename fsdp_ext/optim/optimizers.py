@@ -21,38 +21,24 @@ class Adam(FlatStep, torch.optim.Adam):
 class SGD(FlatStep, torch.optim.SGD):
     """``torch.optim.SGD`` over one tensor for each unit instead of one for each parameter.
 
-    Where PyTorch's fused code cannot step a group, the group steps as with ``foreach=True``, and a
-    ``GradScaler`` is refused. This holds for bfloat16 and float16 parameters on the CPU, and with
-    dampening if parameters of the group get their first gradient after others. With dampening and
-    momentum, a ``GradScaler`` is also refused for the first step.
+    PyTorch's fused code cannot step bfloat16 and float16 parameters on the CPU, and a group with
+    dampening in which parameters get their first gradient after others.
     """
 
-    def _step(self, part: Any) -> None:
-        try:
-            super()._step(part)
-        finally:
-            for group, foreach in vars(self).pop("_not_fused", ()):
-                group.update(foreach=foreach, fused=True)
+    def _fits_fused_code(self, group: dict[str, Any], stepped: dict[torch.Tensor, Any]) -> bool:
+        if any(map(_loses_fused_updates, stepped)):
+            return False
+        if group["momentum"] == 0 or group["dampening"] == 0:
+            return True
+        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
+        # It leaves the momentum uninitialised if a GradScaler skips the first step.
+        new = sum(states.get("momentum_buffer") is None for states in stepped.values())
+        return new == 0 or (new == len(stepped) and not self._is_scaled)
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]
-        if not group["fused"]:
-            return found
-        # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
-        # It leaves the momentum uninitialised if a GradScaler skips the first step.
-        is_scaled = getattr(self, "found_inf", None) is not None
-        new = sum(each is None for each in momentums)
-        some_are_new = new > 0 and (new < len(momentums) or is_scaled)
-        if any(map(_loses_fused_updates, params)) or (some_are_new and group["dampening"] != 0):
-            if is_scaled:
-                raise RuntimeError(
-                    "fsdp_ext.optim.SGD got a GradScaler for parameters that PyTorch's fused code "
-                    "cannot step: bfloat16 or float16 on the CPU, or, with dampening, parameters "
-                    "without momentum yet. Pass foreach=True."
-                )
-            vars(self).setdefault("_not_fused", []).append((group, group["foreach"]))
-            group.update(foreach=True, fused=False)
-        elif some_are_new:  # without dampening, a first step equals one from a momentum of 0
+        if group["fused"] and group["dampening"] == 0 and any(each is None for each in momentums):
+            # A first step equals one from a momentum of 0.
             momentums[:] = [
                 torch.zeros_like(param) if each is None else each
                 for param, each in zip(params, momentums, strict=True)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
+from fsdp_ext.optim import AdamW
 
 BY_BLOCK_ARGS: dict[str, Any] = {"auto_wrap_policy": BY_BLOCK}
 
@@ -322,6 +323,26 @@ def scaled() -> None:
 
 def test_the_gradient_scaler_skips_a_step_on_all_ranks() -> None:
     run_ranks(scaled, 2)
+
+
+def infinite_on_one_rank(fused: bool | None) -> None:
+    model = make(Stack)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    optimizer = AdamW(wrapped.parameters(), fused=fused)
+    before = [param.detach().clone() for param in wrapped.parameters()]
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(run(wrapped, model, 0)).backward()
+    if dist.get_rank() == 1:
+        flat_of(wrapped)[0].grad[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    torch.testing.assert_close(list(wrapped.parameters()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_all_ranks_skip_a_step_for_an_infinite_gradient_of_one_rank(fused: bool | None) -> None:
+    run_ranks(infinite_on_one_rank, 2, fused)
 
 
 def summoned() -> None:

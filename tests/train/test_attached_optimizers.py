@@ -593,7 +593,7 @@ def _an_attach_that_fails_attaches_nothing() -> None:
 
 
 def _a_gradient_scaler_is_refused() -> None:
-    pair = Pair(make=lambda parameters: AdamW(parameters, fused=True))
+    pair = Pair(make=partial(AdamW, foreach=True))
     model, optimizer = pair.models[0], pair.optimizers[0]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(pair.loss(model)).backward()

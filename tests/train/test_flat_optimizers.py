@@ -307,6 +307,25 @@ def _distributed_state_dicts_go_both_ways() -> None:
     fresh.train(2)
 
 
+def _default_options_go_both_ways() -> None:
+    """With neither foreach nor fused, groups are PyTorch's, although our step is fused."""
+    for kind in (SGD, AdamW):
+        pair = Pair(kind, foreach=None, **({"momentum": 0.9} if kind is SGD else {}))
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            backward(model)
+            optimizer.step()
+        ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
+        assert ours["param_groups"] == torchs["param_groups"]
+        pair.ours.load_state_dict(copy.deepcopy(torchs))
+        pair.torchs.load_state_dict(copy.deepcopy(ours))
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(loss_of(model, 1)).backward()
+            scaler.step(optimizer)
+        for one, other in zip(*(model.parameters() for model in pair.models), strict=True):
+            torch.testing.assert_close(one.to_local(), other.to_local())
+
+
 def _replaced_states_are_taken() -> None:
     pair = Pair()
     pair.train(2)
@@ -487,6 +506,61 @@ def _gradients_may_have_another_dtype() -> None:
         torch.testing.assert_close(ours.to_local(), torchs.to_local())
 
 
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Embedding(8, 3, sparse=True)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.linear(self.rare(torch.tensor([1, 5])))
+        return found.square().sum()
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.linear((self.rare * (1 + 2j)).real)
+        return found.square().sum()
+
+
+class _OtherGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.linear.bias.grad_dtype = torch.bfloat16
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.linear(torch.ones(3))
+        return found.square().sum()
+
+
+def _parameters_may_not_fit_fused_code() -> None:
+    for make_model, kinds in (
+        (_Sparse, [SGD]),
+        (_OtherGradients, [SGD]),
+        (_Complex, [SGD, Adam, AdamW]),
+    ):
+        for kind in kinds:
+            found = []
+            for make in (kind, KINDS[kind]):
+                torch.manual_seed(0)
+                model = make_model()
+                rare = {param for name, param in model.named_parameters() if "rare" in name}
+                fully_shard(model, ignored_params=rare)
+                optimizer = make(model.parameters(), lr=0.1)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model().backward()
+                    optimizer.step()
+                found.append([whole(param) for param in model.parameters()])
+            torch.testing.assert_close(*found)
+
+
 def _a_step_may_be_compiled() -> None:
     pair = Pair()
     step = torch.compile(pair.ours.step, backend="eager")
@@ -545,6 +619,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _states_are_those_of_torch,
         _state_dicts_go_both_ways,
         _distributed_state_dicts_go_both_ways,
+        _default_options_go_both_ways,
         _replaced_states_are_taken,
         _states_may_be_added,
         _parameters_may_be_replaced,
@@ -556,6 +631,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _states_may_have_entries_of_the_user,
         _parameters_may_get_other_memory,
         _gradients_may_have_another_dtype,
+        _parameters_may_not_fit_fused_code,
         _a_step_may_be_compiled,
         _hooks_run_once,
         _a_failed_step_leaves_the_optimizer_whole,
@@ -580,7 +656,6 @@ def test_sgd_may_get_first_gradients_later_as_torchs_without_fused_code(
                 param.grad = torch.randn(4)
             optimizer.step()
         pairs.append(params)
-        assert optimizer.param_groups[0]["fused"] is (True if make is SGD else None)
     torch.testing.assert_close(*pairs)
 
 
@@ -589,7 +664,7 @@ def test_sgd_updates_low_precision_on_the_host_as_torchs_without_fused_code(
     dtype: torch.dtype,
 ) -> None:
     pairs = []
-    for make in (SGD, partial(torch.optim.SGD, foreach=True)):
+    for make in (SGD, torch.optim.SGD):
         torch.manual_seed(0)
         param = torch.randn(67).to(dtype).requires_grad_()
         optimizer = make([param], lr=0.1, momentum=0.9, nesterov=True)
@@ -597,21 +672,21 @@ def test_sgd_updates_low_precision_on_the_host_as_torchs_without_fused_code(
             param.grad = torch.randn(67).to(dtype)
             optimizer.step()
         pairs.append((param, optimizer.state[param]["momentum_buffer"]))
-        assert optimizer.param_groups[0]["fused"] is (True if make is SGD else None)
     torch.testing.assert_close(*pairs, rtol=0, atol=0)
-    fused = SGD([param], lr=0.1)
+    fused = SGD([param], lr=0.1, fused=True)
     fused.grad_scale, fused.found_inf = torch.ones(()), torch.zeros(())  # as by a GradScaler
-    with pytest.raises(RuntimeError, match=r"got a GradScaler .* Pass foreach=True"):
+    with pytest.raises(RuntimeError, match=r"GradScaler .* Leave out fused=True"):
         fused.step()
+    assert fused.param_groups[0]["fused"] is True
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "unscaled"])
 def test_a_first_step_that_a_scaler_skips_leaves_no_momentum_of_its_own(scaled: bool) -> None:
     params = []
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
-    for kind in (SGD, torch.optim.SGD):
+    for make in (partial(SGD, fused=True), torch.optim.SGD):
         param = torch.zeros(100, requires_grad=True)
-        optimizer = kind([param], lr=1.0, momentum=0.9)
+        optimizer = make([param], lr=1.0, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         for grad in (math.inf, 2.0, 2.0):
@@ -623,10 +698,12 @@ def test_a_first_step_that_a_scaler_skips_leaves_no_momentum_of_its_own(scaled: 
         params.append(param)
     torch.use_deterministic_algorithms(False)
     assert torch.equal(*params)
-    damped = SGD([torch.zeros(2, requires_grad=True)], lr=1.0, momentum=0.9, dampening=0.5)
+    damped = SGD(
+        [torch.zeros(2, requires_grad=True)], lr=1.0, momentum=0.9, dampening=0.5, fused=True
+    )
     damped.param_groups[0]["params"][0].grad = torch.ones(2)
     damped.found_inf = torch.ones(())
-    with pytest.raises(RuntimeError, match=r"with dampening, parameters without momentum yet"):
+    with pytest.raises(RuntimeError, match=r"GradScaler .* Leave out fused=True"):
         damped.step()
 
 
