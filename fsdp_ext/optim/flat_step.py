@@ -93,6 +93,7 @@ class FlatStep(FusedSteps):
                 "backward with scaled gradients. Call step() after backward instead of attaching "
                 "the optimizer."
             )
+        own.pop("_asked", None)
         every: _Part = own.setdefault("_every", _Part())
         every.params = [group["params"] for group in self.param_groups]
         clipping = self._clipping_now
@@ -227,16 +228,17 @@ class FlatStep(FusedSteps):
     def _lists_now(self, part: _Part) -> list[list[Any]]:
         """Return copies of the groups' lists of parameters; the same object until they change.
 
-        They are compared once a backward: when a part asks that has asked since the last time.
+        They are compared once a backward: when the first part asks after ``step()``, or when a part
+        asks again.
         """
-        lists: tuple[list[list[Any]], set[_Part]] = vars(self).setdefault("_lists", ([], set()))
-        known, asked = lists
+        own = vars(self)
+        known: list[list[Any]] = own.setdefault("_lists", [])
+        asked: set[_Part] = own.setdefault("_asked", set())
         if not asked or part in asked:
             asked.clear()
             now = [group["params"] for group in self.param_groups]
             if len(known) != len(now) or not all(map(_C.same_objects, known, now)):
-                known = list(map(list, now))
-                self._lists = known, asked
+                known = self._lists = list(map(list, now))
         asked.add(part)
         return known
 

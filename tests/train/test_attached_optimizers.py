@@ -281,6 +281,35 @@ def _groups_may_change_places() -> None:
     pair.train(2)
 
 
+class _Stages(Stack):
+    """Runs some of its blocks."""
+
+    stages = (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = self.blocks[stage](x)
+        return self.head(x).float()
+
+
+def _groups_may_change_before_backwards_of_other_units() -> None:
+    pair = Pair(_Stages, make=in_groups, bucket_bytes=0)
+    pair.train(1)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        first, second = (group["params"] for group in optimizer.param_groups)
+        own = set(model.blocks[2].parameters())
+        first[:], second[:] = (
+            [each for each in first if each not in own],
+            [*second, *(each for each in first if each in own)],
+        )
+        model.stages = (2,)
+    pair.train(1)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=device()))]})
+        model.stages = (1,)
+    pair.train(1)
+
+
 def _gradients_of_others_are_stepped_by_step() -> None:
     """step() steps gradients that no backward has brought, as torch's state dicts need."""
     pair = Pair()
@@ -433,6 +462,7 @@ def _checked_steps() -> None:
         (_a_part_of_a_model, 2),
         (_groups_may_be_added, 2),
         (_groups_may_change_places, 2),
+        (_groups_may_change_before_backwards_of_other_units, 2),
         (_gradients_of_others_are_stepped_by_step, 2),
         (_optimizers_may_be_detached, 2),
         (_early_reductions_without_gradients, 2),
