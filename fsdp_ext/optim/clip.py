@@ -49,8 +49,8 @@ def clip_grad_norm_(
         foreach: has no effect, since a unit is one tensor.
 
     Returns:
-        The norm before scaling: a scalar in the dtype that gradients promote to, computed in at
-        least float32. It is equal on all ranks if all parameters are sharded.
+        The norm before scaling: a scalar in the real dtype that gradients promote to, computed in
+        at least float32. It is equal on all ranks if all parameters are sharded.
 
     Raises:
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is true, or if the norm

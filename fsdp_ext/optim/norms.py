@@ -25,8 +25,8 @@ def norm_dtype(params: Iterable[Any]) -> torch.dtype:
 
 
 def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype to which all of these promote."""
-    return functools.reduce(torch.promote_types, dtypes)
+    """Return the real dtype to which all of these promote."""
+    return functools.reduce(torch.promote_types, dtypes).to_real()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class NormRanks:
 def norms_of(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each gradient that has elements on this rank, in a tensor a device."""
     # Shards may be empty, and the maximum of nothing is an error.
-    own = [grad for grad in grads if grad.numel()]
+    # A real dtype cannot be asked for with complex gradients.
+    own = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
     devices = {grad.device for grad in own}  # some may be offloaded
     by_device = [[grad for grad in own if grad.device == device] for device in devices]
     return [torch.stack(torch._foreach_norm(each, norm_type, dtype)) for each in by_device]

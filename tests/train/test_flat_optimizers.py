@@ -828,6 +828,23 @@ def _norms_follow_the_dtype() -> None:
     assert fsdp_ext.clip_grad_norm_(model, 1.0).dtype == torch.float64
 
 
+def _norms_of_complex_gradients() -> None:
+    for norm_type in (1.0, 2.0, math.inf):
+        for count in (1, 2):  # complex gradients alone, and beside real ones
+            ours, theirs = (
+                [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.cfloat, torch.float)]
+                for _ in range(2)
+            )
+            for params in (ours, theirs):
+                params[0].grad = torch.tensor([3 + 4j, 1, -2j])
+                params[1].grad = torch.tensor([1.0, 2.0, 3.0])
+            norm = fsdp_ext.clip_grad_norm_(ours[:count], 0.05, norm_type)
+            expected = nn.utils.clip_grad_norm_(theirs[:count], 0.05, norm_type)
+            torch.testing.assert_close(norm, expected)
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one.grad, other.grad)
+
+
 def _clipping_keeps_no_model() -> None:
     kept, gone = sharded(), sharded()
     for model in (kept, gone):
@@ -849,6 +866,7 @@ def _clipping_keeps_no_model() -> None:
         (_norms_of_tensor_parallel_parameters, 4),
         (_norms_do_not_depend_on_addresses, 2),
         (_norms_follow_the_dtype, 2),
+        (_norms_of_complex_gradients, 1),
         (_clipping_keeps_no_model, 2),
     ],
 )
