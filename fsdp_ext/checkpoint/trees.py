@@ -1,7 +1,8 @@
 """Nested values as JSON and named tensors.
 
 A value that is not a number, a string, a truth value or None becomes an object with one key, which
-says what it was. So a tuple comes back as a tuple, and nothing needs pickle.
+says what it was. So a tuple comes back as a tuple, and nothing needs pickle. A NumPy scalar comes
+back as Python's number or string.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
                 "numbers that a tensor can have, in this machine's byte order."
             ) from error
         return {"array": put(tensor)}
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufU":
+        plain = value.item()
+        if type(plain) is not kind:  # as that of a longdouble is
+            return encode(plain, path, tensors)
     raise TypeError(f"{path} is of type {kind.__name__}, which cannot be saved. Use {_KINDS}.")
 
 

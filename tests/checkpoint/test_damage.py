@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_ext
 from fsdp_ext import checkpoint
@@ -407,6 +408,8 @@ class Odd:
         ({"x": Odd()}, "extra/x is of type Odd"),
         ([{1}], "extra/0 is of type set"),
         (Odd, "type type"),
+        (numpy.longdouble(1), "extra is of type longdouble"),
+        (numpy.datetime64(0, "ns"), "extra is of type datetime64"),
     ],
 )
 def test_values_that_would_need_pickle_are_refused(tmp_path: Path, value: Any, name: str) -> None:
@@ -458,6 +461,20 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     assert_same(checkpoint.load(tmp_path, model), extra)
     checkpoint.save(tmp_path, model, extra=float("nan"))
     assert math.isnan(checkpoint.load(tmp_path, model))
+
+
+def test_numpy_scalars_come_back_as_numbers(tmp_path: Path) -> None:
+    model, optimizer = made()
+    schedule = LambdaLR(optimizer, lambda step: 0.5 * (1 + numpy.cos(step)))
+    extra = {"schedule": schedule.state_dict(), "best": numpy.float32(0.5), "run": numpy.str_("a")}
+    extra |= {"steps": numpy.int64(3), "done": numpy.True_, numpy.int32(1): numpy.float64("nan")}
+    checkpoint.save(tmp_path, model, optimizer, extra)
+    optimizer.param_groups[0]["lr"] = 0.0
+    loaded = checkpoint.load(tmp_path, model, optimizer)
+    assert_same(optimizer.param_groups[0]["lr"], float(schedule.get_last_lr()[0]))
+    assert_same(loaded["schedule"]["_last_lr"], [float(schedule.get_last_lr()[0])])
+    assert_same([loaded[key] for key in ("best", "run", "steps", "done")], [0.5, "a", 3, True])
+    assert math.isnan(loaded[1])
 
 
 def assert_same(got: Any, expected: Any) -> None:
