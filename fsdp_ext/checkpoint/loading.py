@@ -175,9 +175,8 @@ def plan_weights(
 
 
 def _is_extra_state(name: str, value: Any) -> bool:
-    """Return whether a value is a tensor of ``get_extra_state``, which may get another shape."""
-    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return is_whole and name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    """Return whether an entry is that of ``get_extra_state``, whose shape and class may change."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX and not isinstance(value, DTensor)
 
 
 def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:

@@ -91,11 +91,11 @@ def test_weights_and_states_come_back_under_names_that_parameters_do_not_have(
 
 
 class WithExtra(nn.Linear):
-    """It has a tensor that may get another shape."""
+    """It saves what it is given beside its weights."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, extra: Any) -> None:
         super().__init__(2, 2)
-        self.extra = torch.arange(size)
+        self.extra = extra
 
     def get_extra_state(self) -> Any:
         return self.extra
@@ -104,9 +104,10 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
-def test_a_tensor_of_extra_state_may_have_another_shape(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, WithExtra(5))
-    model = WithExtra(0)
+@pytest.mark.parametrize("before", [torch.arange(0), None, {"steps": 3}])
+def test_a_tensor_of_extra_state_replaces_whatever_there_was(tmp_path: Path, before: Any) -> None:
+    checkpoint.save(tmp_path, WithExtra(torch.arange(5)))
+    model = WithExtra(before)
     checkpoint.load(tmp_path, model)
     assert torch.equal(model.extra, torch.arange(5))
 
@@ -129,23 +130,16 @@ def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> 
         checkpoint.load(tmp_path, *trained(NotLoadable, 1, unchanged))
 
 
-class WithMore(nn.Linear):
-    """It saves what it is given beside its weights."""
+class WithSteps(nn.Linear):
+    """Its state dict has an entry that is no tensor."""
 
-    def __init__(self, more: Any) -> None:
-        super().__init__(2, 2)
-        self.more = more
-
-    def get_extra_state(self) -> Any:
-        return self.more
-
-    def set_extra_state(self, state: Any) -> None:
-        self.more = state
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), "steps": 3}
 
 
 def test_a_tensor_is_not_loaded_into_something_else(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, WithMore(torch.ones(2)))
-    model = WithMore({"steps": 3})
-    with pytest.raises(ValueError, match=r"'_extra_state' as a tensor, and the model as a dict"):
-        checkpoint.load(tmp_path, model)
-    assert model.more == {"steps": 3}
+    saved = nn.Linear(2, 2)
+    saved.register_buffer("steps", torch.ones(2))
+    checkpoint.save(tmp_path, saved)
+    with pytest.raises(ValueError, match=r"'steps' as a tensor, and the model as a int"):
+        checkpoint.load(tmp_path, WithSteps(2, 2))
