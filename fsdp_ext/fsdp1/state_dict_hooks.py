@@ -23,10 +23,13 @@ def remove_wrapper_names(
 ) -> None:
     """After saving, use the unwrapped module's names, the buffers' dtypes, and the chosen form."""
     inside = f"{prefix}{WRAPPED}."
-    for entries in (state_dict, getattr(state_dict, "_metadata", {})):
-        for key in [key for key in entries if f"{key}.".startswith(inside)]:
-            name = f"{key}."[len(inside) :]
-            entries[(prefix + name)[:-1]] = entries.pop(key)
+    for key in [key for key in state_dict if key.startswith(inside)]:
+        state_dict[prefix + key[len(inside) :]] = state_dict.pop(key)
+    # load_state_dict looks up a module's version by the module's name. Names with the wrapper stay,
+    # as under FSDP1, so that wrapped models find them. Models without wrappers find the other ones.
+    versions = getattr(state_dict, "_metadata", {})
+    for key in [key for key in versions if f"{key}.".startswith(inside)]:
+        versions[(prefix + f"{key}."[len(inside) :])[:-1]] = versions[key]
     wrapper = cast(Any, module)
     if wrapper._wraps_wrapper:
         return  # the wrapper inside has converted everything

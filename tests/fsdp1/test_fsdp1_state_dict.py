@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +57,6 @@ def names_are_clean() -> None:
         assert {n for n, _ in ours.named_modules()} == {n for n, _ in theirs.named_modules()}
         got, want = ours.state_dict(), theirs.state_dict()
         assert list(got) == list(want)
-        assert got._metadata == want._metadata  # type: ignore[attr-defined]
         assert list(get_model_state_dict(ours)) == list(want)
         assert_equal(
             {n: whole(got[n]) for n in plain.state_dict() if n in got},
@@ -113,6 +115,44 @@ def loading() -> None:
 
 def test_sharded_and_whole_state_dicts_load() -> None:
     run_ranks(loading, 2)
+
+
+class Versioned(nn.Linear):
+    """Files of its version 1 have half of its weights."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def versions() -> None:
+    def nested(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(wrap(Versioned(DIM, DIM)), Versioned(DIM, DIM))
+        return nn.Sequential(wrap(nn.Sequential(inner, Versioned(DIM, DIM))))
+
+    def unwrapped(module: nn.Module) -> nn.Module:
+        return module
+
+    ours, theirs, plain = nested(FSDP), nested(torch_fsdp), nested(unwrapped)
+    flat = nested(partial(FSDP, use_orig_params=False))
+    want = plain.state_dict()
+    for saved, loads in (
+        (ours, (ours, flat, theirs, plain)),
+        (flat, (ours, flat, theirs, plain)),
+        (theirs, (ours, flat, theirs)),
+    ):
+        state_dict = saved.state_dict()
+        for model in loads:
+            model.load_state_dict(state_dict)
+            assert_equal(model.state_dict(), want)
+
+
+def test_the_versions_of_modules_are_found_in_models_with_and_without_wrappers() -> None:
+    run_ranks(versions, 2)
 
 
 def checkpoint_api() -> None:
