@@ -61,7 +61,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
                 f"{source} has {names[kind] or list(saved)} as {kind}. Pass a checkpoint with one "
                 "model and at most one optimizer, or load it with dcp.load and call save."
             )
-    contents = {"weights": content_of_weights(saved[names["weights"][0]], {}, ())}
+    contents = {"weights": content_of_weights(saved[names["weights"][0]], {}, (), {})}
     if names["optimizer"]:
         state = saved[names["optimizer"][0]]
         groups = [named_group(group, group["params"]) for group in state["param_groups"]]

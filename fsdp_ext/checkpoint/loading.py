@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, Weights, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
 from fsdp_ext.checkpoint.trees import tensors_in
-from fsdp_ext.checkpoint.weights import aliases_of
+from fsdp_ext.checkpoint.weights import aliases_of, metadata_of
 from fsdp_ext.optim.state_entries import local_of, over
 
 
@@ -141,8 +142,8 @@ def plan_weights(
         strict: whether files and model must have the same names.
 
     Returns:
-        the weights, by name, and the names of the others. A tied weight may be stored under any one
-        of its names.
+        the weights as a state dict, and the names of the others. A tied weight may be stored under
+        any one of its names.
 
     Raises:
         ValueError: if names, shapes or kinds of numbers differ.
@@ -160,7 +161,8 @@ def plan_weights(
             f"{stored.path} {' and '.join(differences)}. Load it into the model that it was saved "
             "from, or pass strict=False."
         )
-    planned: dict[str, Any] = {}
+    planned: Any = OrderedDict()  # a dict has no attributes
+    planned._metadata = metadata_of(model, stored.versions)
     for name in (name for name in wanted if name in names):
         is_extra = name in parts and _is_extra_state(name, wanted[name])
         if is_extra or name in other:

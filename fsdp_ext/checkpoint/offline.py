@@ -46,7 +46,7 @@ def import_files(source: Path, directory: Path) -> Path:
     files = open_files(source)
     if not files:
         raise ValueError(f"the files in {source} have no tensors. Pass the directory of a model.")
-    weights = content_of_weights(stored(files), {}, ())
+    weights = content_of_weights(stored(files), {}, (), {})
     return write_checkpoint(directory, {"weights": weights})
 
 

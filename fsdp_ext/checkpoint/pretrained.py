@@ -56,7 +56,7 @@ def load_pretrained(
     ranks = Ranks(process_group)
     reader = Reader()
     with ranks.together("load_pretrained"):
-        stored = Weights(Path(directory), open_files(Path(directory)), {}, {})
+        stored = Weights(Path(directory), open_files(Path(directory)), {}, {}, {})
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
         reader.run()
     set_weights(model, weights)

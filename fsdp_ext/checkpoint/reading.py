@@ -45,12 +45,14 @@ class Weights:
         parts: the tensors, by name.
         aliases: other names of tensors, with the name under which each is stored.
         other: the entries of the model's state dict that are no tensors, encoded.
+        versions: the versions of modules, by prefix, as far as they are known.
     """
 
     path: Path
     parts: Parts
     aliases: dict[str, str]
     other: dict[str, Any]
+    versions: dict[str, int]
 
     @property
     def whole(self) -> Parts:
@@ -86,7 +88,10 @@ class Checkpoint:
     def weights(self) -> Weights:
         """Return what is stored of the model."""
         aliases, other = self._merged("weights", "aliases"), self._merged("weights", "other")
-        return Weights(self.path, self.parts("weights"), aliases, other)
+        versions: dict[str, int] = {}
+        for file in self.files["weights"]:
+            versions |= file.tree.get("versions", {})  # the first checkpoints of format 1 have none
+        return Weights(self.path, self.parts("weights"), aliases, other, versions)
 
     def states(self) -> dict[str, Any]:
         """Return the optimizer's state of each parameter, encoded."""

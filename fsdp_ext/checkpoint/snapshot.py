@@ -18,7 +18,7 @@ from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.state_dicts import State, optimizer_state, weights_of
 from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, resolved, round_up
 from fsdp_ext.checkpoint.trees import encode
-from fsdp_ext.checkpoint.weights import aliases_of
+from fsdp_ext.checkpoint.weights import aliases_of, versions_of
 
 _ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
 
@@ -56,7 +56,8 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
     weights = weights_of(model)  # first, since it reshards units: names are looked up below
     state = optimizer_state(model, optimizers)
     trained = [name for group in state["groups"] for name in group["names"]]
-    contents = {"weights": content_of_weights(weights, aliases_of(model), trained)}
+    tied, versions = aliases_of(model), versions_of(model)
+    contents = {"weights": content_of_weights(weights, tied, trained, versions)}
     if optimizers:
         contents["optimizer"] = content_of_optimizer(state)
     if extra is not None:
@@ -65,7 +66,10 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
 
 
 def content_of_weights(
-    weights: Mapping[str, Any], tied: Mapping[str, str], stepped: Iterable[str]
+    weights: Mapping[str, Any],
+    tied: Mapping[str, str],
+    stepped: Iterable[str],
+    versions: Mapping[str, int],
 ) -> Content:
     """Return the content of a file of weights.
 
@@ -73,13 +77,15 @@ def content_of_weights(
         weights: a model's state dict.
         tied: further names of tied weights, with the first name of each.
         stepped: the names of the weights that an optimizer steps.
+        versions: the versions of modules, by prefix, as far as they are known.
     """
     tensors = {name: each for name, each in weights.items() if isinstance(each, torch.Tensor)}
     aliases = {name: first for name, first in tied.items() if {name, first} <= tensors.keys()}
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     others = {name: each for name, each in weights.items() if name not in tensors}
     encoded = {name: encode(value, name, kept) for name, value in others.items()}
-    return Content(kept, {"aliases": aliases, "other": encoded}, frozenset(stepped))
+    tree = {"aliases": aliases, "other": encoded, "versions": dict(versions)}
+    return Content(kept, tree, frozenset(stepped))
 
 
 def content_of_optimizer(state: State) -> Content:

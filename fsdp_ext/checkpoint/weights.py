@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -53,8 +53,27 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     A module that is used in several places comes once for each of them.
     """
-    for prefix, module, _ in _walk(model, "", model):
-        yield prefix, module
+    for place in _places_in(model):
+        yield place.prefix, place.module
+
+
+def versions_of(model: nn.Module) -> dict[str, int]:
+    """Return the versions that modules give their state dicts, by prefix."""
+    versions = {prefix: module._version for prefix, module in modules_of(model)}
+    return {prefix: version for prefix, version in versions.items() if type(version) is int}
+
+
+def metadata_of(model: nn.Module, versions: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return what ``load_state_dict`` expects as the ``_metadata`` of a state dict.
+
+    Args:
+        model: the model that loads the state dict.
+        versions: as :func:`versions_of` returns them. A module that has none there has its own.
+    """
+    return {
+        place.path[:-1]: {"version": versions.get(place.prefix, place.module._version)}
+        for place in _places_in(model)
+    }
 
 
 def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
@@ -115,36 +134,55 @@ def _groups(model: nn.Module) -> list[list[Weight]]:
     with contextlib.ExitStack() as shown:
         for unit in units_below(model):
             shown.enter_context(own_parameters_shown(unit))
-        walked = list(_walk(model, "", model))
-        saved = [(prefix, owner, *each) for prefix, m, owner in walked for each in _saved_by(m)]
+        places = list(_places_in(model))
+        saved = [(place, *each) for place in places for each in _saved_by(place.module)]
     cast = {
-        prefix + name: dtype
-        for prefix, module, _ in walked
-        for name, dtype in vars(module).get("_buffer_dtypes", {}).items()  # FSDP1's wrapper's
+        place.prefix + name: dtype
+        for place in places
+        for name, dtype in vars(place.module).get("_buffer_dtypes", {}).items()  # FSDP1's wrapper's
     }
     groups: dict[object, list[Weight]] = {}
     found: dict[torch.Tensor, Weight] = {}
-    for prefix, owner, name, tensor in saved:
-        full = prefix + name
+    for place, name, tensor in saved:
+        full = place.prefix + name
         if tensor in found:
             found[tensor].names.append(full)
         else:
             found[tensor] = Weight([full], tensor, cast.get(full, tensor.dtype))
-            groups.setdefault(unit_of(owner) or owner, []).append(found[tensor])
+            groups.setdefault(unit_of(place.owner) or place.owner, []).append(found[tensor])
     return list(groups.values())
 
 
-def _walk(
-    module: nn.Module, prefix: str, owner: nn.Module
-) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield the modules, each with its prefix and the sharded module that it belongs to."""
+class _Place(NamedTuple):
+    """Where a model has a module.
+
+    Attributes:
+        module: the module.
+        owner: the sharded module that it belongs to.
+        prefix: the prefix of its names in a state dict.
+        path: the prefix with the names of wrappers, under which ``load_state_dict`` finds it.
+    """
+
+    module: nn.Module
+    owner: nn.Module
+    prefix: str = ""
+    path: str = ""
+
+
+def _places_in(model: nn.Module) -> Iterator[_Place]:
+    return _walk(_Place(model, model))
+
+
+def _walk(place: _Place) -> Iterator[_Place]:
+    module = place.module
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
-        owner = module
-    yield prefix, module, owner
+        place = place._replace(owner=module)
+    yield place
     for name, child in module._modules.items():
         if child is not None:
             wraps = name in _WRAPPED or isinstance(module, DistributedDataParallel)
-            yield from _walk(child, prefix if wraps else f"{prefix}{name}.", owner)
+            prefix = place.prefix if wraps else f"{place.prefix}{name}."
+            yield from _walk(_Place(child, place.owner, prefix, f"{place.path}{name}."))
 
 
 def _saved_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from support.checkpoints import unchanged
 from support.launcher import run_ranks
+from support.models import Versioned
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_ext import checkpoint, fully_shard
+from fsdp_ext import FullyShardedDataParallel, checkpoint, fully_shard
+from fsdp_ext.checkpoint import cli
 
 
 class Tied(nn.Module):
@@ -88,6 +90,38 @@ def test_weights_and_states_come_back_under_names_that_parameters_do_not_have(
     tmp_path: Path,
 ) -> None:
     run_ranks(_come_back, 2, tmp_path)
+
+
+def _convert(place: Path) -> None:
+    def filled(version: int) -> nn.Linear:
+        torch.manual_seed(0)
+        layer = Versioned(2, 2)
+        layer._version = version
+        return layer
+
+    ways = (unchanged, fully_shard, DistributedDataParallel, FullyShardedDataParallel)
+    for version, factor in ((1, 2), (2, 1)):
+        for way in ways:
+            checkpoint.save(place, nn.Sequential(way(filled(version))))
+            for other_way in ways:
+                other = filled(2)
+                checkpoint.load(place, nn.Sequential(other_way(other)))
+                weights = dict(checkpoint.stream_weights(other))
+                assert torch.equal(weights["weight"], filled(2).weight * factor)
+
+
+def test_a_module_converts_the_weights_of_its_older_versions_only(tmp_path: Path) -> None:
+    run_ranks(_convert, 2, tmp_path)
+
+
+def test_weights_without_versions_are_those_of_the_present_version(tmp_path: Path) -> None:
+    saved, other = Versioned(2, 2), Versioned(2, 2)
+    checkpoint.export(saved, tmp_path / "exported")
+    checkpoint.load_pretrained(other, tmp_path / "exported")
+    assert torch.equal(other.weight, saved.weight)
+    assert cli.run("import", [str(tmp_path / "exported"), str(tmp_path / "imported")]) == 0
+    checkpoint.load(tmp_path / "imported", other)
+    assert torch.equal(other.weight, saved.weight)
 
 
 class WithExtra(nn.Linear):

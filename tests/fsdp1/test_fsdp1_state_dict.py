@@ -6,7 +6,6 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from support.fsdp1_parity import (
     whole,
 )
 from support.launcher import run_ranks
-from support.models import DIM, Mlp, Stack
+from support.models import DIM, Mlp, Stack, Versioned
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -115,17 +114,6 @@ def loading() -> None:
 
 def test_sharded_and_whole_state_dicts_load() -> None:
     run_ranks(loading, 2)
-
-
-class Versioned(nn.Linear):
-    """Files of its version 1 have half of its weights."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("version", 1) < 2:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
 def versions() -> None:

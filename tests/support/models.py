@@ -53,6 +53,17 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Versioned(nn.Linear):
+    """Files of its version 1 have half of its weights."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
 class Stack(Subject):
     """Three blocks, each a unit, between two layers of the root."""
 
