@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import assert_same
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -475,23 +476,6 @@ def test_numpy_scalars_come_back_as_numbers(tmp_path: Path) -> None:
     assert_same(loaded["schedule"]["_last_lr"], [float(schedule.get_last_lr()[0])])
     assert_same([loaded[key] for key in ("best", "run", "steps", "done")], [0.5, "a", 3, True])
     assert math.isnan(loaded[1])
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key, value in expected.items():
-            assert_same(got[key], value)
-    elif isinstance(expected, (list, tuple)):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, (Tensor, numpy.ndarray)):
-        assert got.dtype == expected.dtype
-        assert (got == expected).all()
-    else:
-        assert got == expected
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import assert_same
 from support.launcher import run_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_ext import checkpoint, fully_shard
 from fsdp_ext.checkpoint import cli
@@ -84,27 +84,6 @@ def extra_of(rank: int) -> Any:
 def save_example(directory: Path) -> None:
     """Write the data of a format. All of two ranks call it."""
     checkpoint.save(directory, *example(shard=True, is_filled=True), extra_of(dist.get_rank()))
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Compare values of any depth."""
-    if isinstance(got, DTensor):
-        got = got.full_tensor()
-    assert type(got) in (type(expected), nn.Parameter)
-    if isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype
-        assert torch.equal(got, expected)
-    elif isinstance(expected, np.ndarray):
-        assert np.array_equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key in expected:
-            assert_same(got[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert got == expected
 
 
 def assert_loads(directory: Path, *, shard: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -140,6 +141,27 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert type(got[name]) in (Tensor, nn.Parameter), name
         assert got[name].is_contiguous(), name
         assert torch.equal(got[name], tensor), name
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Compare values of any depth."""
+    if isinstance(got, DTensor):
+        got = got.full_tensor()
+    assert type(got) in (type(expected), nn.Parameter)
+    if isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    elif isinstance(expected, np.ndarray):
+        assert np.array_equal(got, expected)
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_same(got[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == expected
 
 
 def step(model: Any) -> None:
