@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,19 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_ext.checkpoint.offline import write_checkpoint
 from fsdp_ext.checkpoint.reading import Checkpoint, decoded
-from fsdp_ext.checkpoint.snapshot import content_of_extra, content_of_optimizer, content_of_weights
+from fsdp_ext.checkpoint.snapshot import (
+    Content,
+    content_of_extra,
+    content_of_optimizer,
+    content_of_weights,
+)
 from fsdp_ext.checkpoint.state_dicts import named_group
 from fsdp_ext.checkpoint.transfers import new_tensor
 from fsdp_ext.checkpoint.unread import Unread, stored
+
+# The entry in which to_dcp writes everything but tensors a second time, as JSON. DCP itself turns
+# the keys of dicts into strings, and loses empty dicts and the classes of dicts.
+_TREES = "fsdp_ext_trees"
 
 
 def from_dcp(source: Path, directory: Path) -> Path:
@@ -49,6 +60,7 @@ def from_dcp(source: Path, directory: Path) -> Path:
         ValueError: if it is damaged, has no weights, or those of several models or optimizers.
     """
     saved = _saved_in(source)
+    trees = json.loads(saved.pop(_TREES, "{}"))
     if all(isinstance(value, torch.Tensor) for value in saved.values()):
         saved = {"model": saved}
     names: dict[str, list[str]] = defaultdict(list)
@@ -61,16 +73,34 @@ def from_dcp(source: Path, directory: Path) -> Path:
                 f"{source} has {names[kind] or list(saved)} as {kind}. Pass a checkpoint with one "
                 "model and at most one optimizer, or load it with dcp.load and call save."
             )
-    contents = {"weights": content_of_weights(saved[names["weights"][0]], {}, (), {})}
+    found = {"model": saved[names["weights"][0]]}
     if names["optimizer"]:
-        state = saved[names["optimizer"][0]]
+        found["optimizer"] = saved[names["optimizer"][0]]
+    if names["extra"] or "extra" in trees:
+        extra = {name: saved[name] for name in names["extra"]}
+        found["extra"] = extra["extra"] if [*extra] == ["extra"] else extra
+    contents = _contents_of(found, trees.get("weights", {}))
+    contents |= {k: dataclasses.replace(contents[k], tree=tree) for k, tree in trees.items()}
+    return write_checkpoint(directory, contents)
+
+
+def _contents_of(saved: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Content]:
+    """Return the contents of files for what a checkpoint of DCP has.
+
+    Args:
+        saved: the entries "model", and maybe "optimizer" and "extra".
+        names: the "aliases" of tied weights and the "versions" of modules, as far as known.
+    """
+    aliases, versions = names.get("aliases", {}), names.get("versions", {})
+    contents = {"weights": content_of_weights(saved["model"], aliases, (), versions)}
+    if "optimizer" in saved:
+        state = saved["optimizer"]
         groups = [named_group(group, group["params"]) for group in state["param_groups"]]
         named = {"state": state.get("state", {}), "groups": groups}
         contents["optimizer"] = content_of_optimizer(named)
-    if names["extra"]:
-        extra = {name: saved[name] for name in names["extra"]}
-        contents["extra"] = content_of_extra(extra["extra"] if [*extra] == ["extra"] else extra)
-    return write_checkpoint(directory, contents)
+    if "extra" in saved:
+        contents["extra"] = content_of_extra(saved["extra"])
+    return contents
 
 
 def _saved_in(source: Path) -> dict[str, Any]:
@@ -150,7 +180,9 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 
 def to_dcp(source: Path, target: Path) -> None:
-    """Write a checkpoint as ``dcp.save({"model": ..., "optimizer": ...})`` would.
+    """Write a checkpoint as ``dcp.save({"model": ..., "optimizer": ..., "extra": ...})`` would.
+
+    One more entry, which only :func:`from_dcp` reads, has what DCP cannot keep.
 
     Tensors are read and written one after the other. An error leaves no ``target``.
     """
@@ -178,6 +210,8 @@ def to_dcp(source: Path, target: Path) -> None:
     extra = checkpoint.extra_of(0)
     if extra is not None:
         saved["extra"] = extra
+    contents = _contents_of(saved, {"aliases": of_model.aliases, "versions": of_model.versions})
+    saved[_TREES] = json.dumps({kind: content.tree for kind, content in contents.items()})
     # A writer that copies ahead would need several tensors at once.
     writer = FileSystemWriter(target, per_thread_copy_ahead=0)
     try:

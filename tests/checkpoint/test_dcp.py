@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.checkpoints import assert_same
+from support.models import Versioned
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.optim.lr_scheduler import MultiStepLR
 
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import cli
+from fsdp_ext.checkpoint.reading import Checkpoint
 from fsdp_ext.checkpoint.tensor_files import TensorFile
 
 CONVERT = """
@@ -79,21 +83,44 @@ def test_tensors_inside_of_other_values_are_converted(tmp_path: Path) -> None:
     assert torch.equal(converted["extra"]["pair"][0], torch.ones(2))
 
 
+class WithKeys(torch.optim.SGD):
+    """Its states have keys that are no strings."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {1: torch.ones_like(param), "empty": {}}
+
+
 def test_a_checkpoint_survives_conversion_to_dcp_and_back(tmp_path: Path) -> None:
     saved, dcp_path, back = (str(tmp_path / name) for name in ("saved", "dcp", "back"))
-    model = Stateful(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # it has no states
-    state = torch.get_rng_state()
-    checkpoint.save(saved, model, optimizer, {"random": state})
+    model = nn.Sequential(Stateful(2, 2), Versioned(2, 2))
+    model[1].bias = model[0].bias
+    model[1]._version = 1
+    optimizer = WithKeys(model.parameters(), lr=0.5)
+    optimizer.step()
+    extra = {
+        "schedule": MultiStepLR(optimizer, [3, 5]).state_dict(),
+        "random": (torch.get_rng_state(), np.random.get_state()),
+        "a/b": torch.ones(2),
+        "a": {"b": torch.zeros(3), ("c", 1): [torch.ones(1), {}]},
+        "empty": {},
+    }
+    checkpoint.save(saved, model, optimizer, extra)
     assert cli.run("convert", [saved, dcp_path]) == 0
     assert cli.run("convert", [dcp_path, back]) == 0
-    other = Stateful(2, 2)
-    its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    extra = checkpoint.load(back, other, its_optimizer)
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(other.state["pair"][0], torch.ones(3))
-    assert its_optimizer.param_groups[0]["lr"] == 0.5
-    assert torch.equal(extra["random"], state)
+    states = []
+    for path in (saved, back):
+        other = nn.Sequential(Stateful(2, 2), Versioned(2, 2))
+        other[1].bias = other[0].bias
+        its_optimizer = WithKeys(other.parameters(), lr=0.1)
+        states.append(checkpoint.load(path, other, its_optimizer))
+        assert_same(states[-1], extra)
+        assert_same(dict(its_optimizer.state_dict()), optimizer.state_dict())
+        assert torch.equal(other[0].weight, model[0].weight)
+        assert torch.equal(other[1].weight, model[1].weight * 2)
+        assert_same(other[0].state, model[0].get_extra_state())
+    names = [sorted(Checkpoint(checkpoint.latest(path)).parts("weights")) for path in (saved, back)]
+    assert names[0] == names[1]  # a tied weight is stored once
 
 
 def test_an_export_has_no_tensors_of_other_values(tmp_path: Path) -> None:
