@@ -152,7 +152,8 @@ def load(
 
     The number of ranks, the mesh, the placements and the dtypes may differ from those that saved.
     Each rank reads only what it needs, and checks it. The model and the optimizer change after all
-    ranks have read everything; after an error they are unchanged.
+    ranks have read everything; after an error they are unchanged, unless the model's own
+    ``load_state_dict`` raises it.
 
     Args:
         directory: as in :func:`save`, or one checkpoint.
