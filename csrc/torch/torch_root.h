@@ -43,6 +43,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config);
 
   Pipeline& pipeline() { return *pipeline_; }
+  bool is_retired() const { return pipeline_ == nullptr; }
   Lanes& lanes() { return *lanes_; }
   Lanes* replicas() { return replicas_.get(); }  // null if there are none
   const std::vector<std::shared_ptr<TorchUnit>>& units() const { return units_; }

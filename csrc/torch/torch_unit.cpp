@@ -455,7 +455,8 @@ void TorchUnit::begin_backward() {
 }
 
 void TorchUnit::before_change_of_gradients() {
-  if (const auto root = this->root()) {
+  const auto root = this->root();
+  if (root != nullptr && !root->is_retired()) {
     const NoGilIfHeld no_gil;
     Pipeline& pipeline = root->pipeline();
     const Bucket* const bucket = pipeline.unit(number_).bucket;

@@ -158,6 +158,24 @@ def test_requires_grad_of_unsharded_parameters_counts(work: Callable[[], None]) 
     run_ranks(work, 2)
 
 
+def _uses_sharded_parameters_beside_a_kept_graph() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    model(torch.ones(4, 6)).sum().backward()
+    _kept = model(torch.ones(4, 6)).sum()  # of units that are replaced now
+    model[0].requires_grad_(True)
+    loss = model(torch.ones(4, 6)).sum()
+    weight: Any = model[2].weight
+    weight.grad = None
+    weight.square().sum().backward()
+    assert torch.equal(weight.grad.to_local(), 2 * weight.to_local())
+    loss.backward()
+
+
+def test_sharded_parameters_may_be_used_beside_a_graph_of_replaced_units() -> None:
+    run_ranks(_uses_sharded_parameters_beside_a_kept_graph, 1)
+
+
 def _unfrozen_between() -> None:
     model = make_model()
     model[0].requires_grad_(False)
