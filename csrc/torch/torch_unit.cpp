@@ -421,6 +421,9 @@ bool TorchUnit::has_sharded_gradient(std::size_t i) {
 }
 
 void TorchUnit::import_sharded_gradient(std::size_t i) {
+  if (gradients_.is_released()) {
+    return;  // a hook of this backward has replaced the parameters
+  }
   const std::size_t index = parameters_.gradient_place(i);
   const at::Tensor& gradient = parameters_.gradient_owner(i).grad();
   if (!gradient.is_same(gradients_.at(index))) {
@@ -430,6 +433,9 @@ void TorchUnit::import_sharded_gradient(std::size_t i) {
 }
 
 void TorchUnit::set_sharded_gradient(std::size_t i) {
+  if (gradients_.is_released()) {
+    return;  // as above
+  }
   const std::size_t index = parameters_.gradient_place(i);
   parameters_.gradient_owner(i).mutable_grad() = gradients_.at(index);
   got_gradient_[index] = 1;

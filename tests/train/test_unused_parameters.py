@@ -645,3 +645,38 @@ def regroup_with_accumulated(transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_form_the_same_buckets_whatever_they_have_accumulated(transport: str) -> None:
     run_ranks(regroup_with_accumulated, 2, transport)
+
+
+class _Branches(nn.Module):
+    """Rank 0 leaves out the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.used(x)
+        return found if dist.get_rank() == 0 else found + self.unused(x)
+
+
+def _replaced_within_backward() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), _Branches())
+    for module in [*model, model]:
+        fsdp_ext.fully_shard(module, bucket_bytes=0)
+    x = torch.ones(2, DIM)
+    model(x).sum().backward()
+    model.zero_grad()
+
+    def replace(_gradient: Tensor) -> None:
+        state = {name: each.clone() for name, each in model[2].state_dict().items()}
+        model[2].load_state_dict(state, assign=True)
+
+    hook = model[0].register_forward_hook(lambda _module, _x, y: y.register_hook(replace) and None)
+    model(x).sum().backward()  # the end of this backward has no place for the unit's gradients
+    hook.remove()
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_parameters_may_be_replaced_after_backward_has_passed_their_unit() -> None:
+    run_ranks(_replaced_within_backward, 2)
