@@ -111,9 +111,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   RootOwner owner_;
   std::shared_ptr<Lanes> lanes_;
   std::shared_ptr<Lanes> replicas_;  // may be null
-  std::unique_ptr<Pipeline> pipeline_;
-  std::shared_ptr<Passes> passes_;  // of the pipeline, and also once the root has retired
   std::vector<std::shared_ptr<TorchUnit>> units_;
+  std::unique_ptr<Pipeline> pipeline_;  // destroyed before the units, whose memory its work uses
+  std::shared_ptr<Passes> passes_;      // of the pipeline, and also once the root has retired
   GraphCalls graph_calls_;
   HeldObject when_stale_;
   HeldObject before_backward_;  // null if there is nothing to call
