@@ -260,6 +260,7 @@ NOT_SEEN = {
     "compared_->synchronize(device_.timeout(),": NOT_PINNED,
     "core/agree/order_check.cpp compare_orders: "
     "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
+    "core/agree/order_check.cpp ~OrderCheck: ranks.lane->drain();": AFTER_USE,
     "core/reduce/reducer_accumulated.cpp accumulated_parts: "
     "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
     "core/reduce/reducer_accumulated.cpp accumulated_parts: lane_.synchronize();": BESIDE,

@@ -95,7 +95,12 @@ OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
   }
 }
 
-OrderCheck::~OrderCheck() = default;
+// After a timeout, a comparison may still write into its buffers.
+OrderCheck::~OrderCheck() {
+  for (Ranks& ranks : ranks_) {
+    ranks.lane->drain();
+  }
+}
 
 bool OrderCheck::has_other_ranks() const {
   return std::any_of(ranks_.begin(), ranks_.end(),
