@@ -519,7 +519,7 @@ FAULTS = (
     Fault(
         "optimizers go on with a parameter that loading has replaced",
         f"{SHARDING}/root/unit.py",
-        "optimizer_hooks.check_again()",
+        "check_again()",
         python=("fsdp1_optimizers",),
     ),
     Fault(

@@ -22,7 +22,8 @@ from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 from fsdp_ext.optim.flat_step import register_update_pre_hook
-from fsdp_ext.sharding.root.optimizer_hooks import is_captured, steps_shards
+from fsdp_ext.sharding.params.checked_optimizers import steps_shards
+from fsdp_ext.sharding.root.optimizer_hooks import is_captured
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 

@@ -61,7 +61,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             if not same_names:
                 written["whole"] = snapshot.whole_names
             # If a collective was aborted, the kernels behind it have computed with undefined data.
-            check_lanes("cuda")
+            check_lanes(device_type="cuda")
         except Exception as error:
             written = error
 

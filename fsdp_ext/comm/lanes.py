@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -278,12 +278,23 @@ def _clear_at_exit() -> None:
     atexit.register(_lanes.clear)  # handlers run in the opposite order
 
 
-def check_lanes(device_type: str | None = None) -> None:
-    """Raise RuntimeError if a collective of any model has failed, on devices of this type."""
-    for of_group in list(_lanes.values()):  # ranks that are threads may add theirs meanwhile
-        for (device, *_), lanes in list(of_group.items()):
-            if device_type in (None, device.type):
-                lanes.check()
+def check_lanes(
+    groups: Iterable[dist.ProcessGroup] | None = None, device_type: str | None = None
+) -> None:
+    """Raise RuntimeError if a collective of a model has failed.
+
+    Args:
+        groups: the groups of roots to check, with the groups that were made for these roots; None
+            for those of all models.
+        device_type: check those on devices of this type; None for all types.
+    """
+    if groups is None:
+        groups = list(_lanes)  # ranks that are threads may add theirs meanwhile
+    for group in groups:
+        for each in [group, *_groups.get(group, {}).values()]:
+            for (device, *_), lanes in list(_lanes.get(each, {}).items()):
+                if device_type in (None, device.type):
+                    lanes.check()
 
 
 def _host_lanes(group: dist.ProcessGroup, device: torch.device, transport: str | None) -> _C.Lanes:

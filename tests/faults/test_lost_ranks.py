@@ -179,12 +179,16 @@ def test_ranks_whose_process_group_times_out_say_what_each_was_in() -> None:
         )
 
 
-def _go_on_after_an_early_failure(transport: str) -> None:
-    """Rank 1 fails early in backward, catches that and trains on. Rank 0 does not fail itself."""
+def _fragile(transport: str) -> Any:
     mesh = _mesh()
     model: Any = Fragile()
     for module in [*model.units(), model]:
         fully_shard(module, mesh=mesh, transport=transport, bucket_bytes=0)
+    return model
+
+
+def _go_on_after_an_early_failure(model: Any) -> None:
+    """Rank 1 fails early in backward, catches that and trains on. Rank 0 does not fail itself."""
     batch = torch.ones(2, DIM)
     model(batch).sum().backward()
     fails = dist.get_rank() == 1
@@ -197,14 +201,26 @@ def _go_on_after_an_early_failure(transport: str) -> None:
         model(batch).sum().backward()
 
 
-def _early_failures() -> None:
-    for transport in ("shared_memory", "process_group"):
+def _step_after_an_early_failure(transport: str) -> None:
+    failed = _fragile(transport)
+    optimizer = torch.optim.SGD(failed.parameters(), lr=0.1)
+    for step in (lambda: _go_on_after_an_early_failure(failed), optimizer.step):
         with pytest.raises(RuntimeError, match=r"wait for each other|different collectives"):
-            _go_on_after_an_early_failure(transport)
+            step()
+    plain = nn.Linear(8, 8)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    other = _sharded(transport)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(2):
+        other(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
 
 
-def test_a_caught_failure_of_one_rank_is_found_long_before_the_timeout() -> None:
-    run_ranks(_early_failures, 2, timeout=60.0, fresh=True)
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_caught_failure_is_found_long_before_the_timeout_and_other_models_train_on(
+    transport: str,
+) -> None:
+    run_ranks(_step_after_an_early_failure, 2, transport, timeout=60.0, fresh=True)
 
 
 def _delete_after_a_failure(transport: str) -> None:

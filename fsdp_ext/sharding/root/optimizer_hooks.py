@@ -6,9 +6,10 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import (
@@ -18,6 +19,13 @@ from torch.optim.optimizer import (
 
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import check_lanes
+from fsdp_ext.sharding.params.checked_optimizers import (
+    Checked,
+    check_again,
+    keep_check,
+    last_check,
+    steps_shards,
+)
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.params.ownership import (
     goes_on_as,
@@ -27,18 +35,8 @@ from fsdp_ext.sharding.params.ownership import (
     unsharded_name,
 )
 from fsdp_ext.sharding.params.unreduced import is_unreduced
+from fsdp_ext.sharding.root.unit import owners_of, units_alive
 
-
-class _Checked(NamedTuple):
-    """What was found of an optimizer. add_param_group() adds parameters, and fully_shard may
-    replace those that it has.
-    """
-
-    params: int  # how many
-    steps_shards: bool
-
-
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
 # Those whose step a CUDA graph has captured.
 _captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -65,7 +63,6 @@ def _register() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    check_lanes()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         _captured.add(optimizer)
     if is_any_overwritten(_params_of(optimizer)):
@@ -74,8 +71,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "overwrite its result. Call step() outside, or pass writeback=False."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if (known := _checked.get(optimizer)) is not None and known.params == count:
-        return
+    found = last_check(optimizer)
+    if found is None or found.params != count:
+        _check_params(optimizer)
+        found = Checked(count, any(map(_is_shard, _params_of(optimizer))), _groups_of(optimizer))
+        keep_check(optimizer, found)
+    check_lanes([group for ref in found.groups if (group := ref()) is not None])
+
+
+def _check_params(optimizer: torch.optim.Optimizer) -> None:
     _let_go_on(optimizer)
     for param in _params_of(optimizer):
         owner = replaced_as(param)
@@ -91,7 +95,19 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 "forward and backward, so it would train nothing. Make the optimizer before "
                 "the first forward, or after reshard()."
             )
-    _checked[optimizer] = _Checked(count, any(map(_is_shard, _params_of(optimizer))))
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> set[weakref.ref[dist.ProcessGroup]]:
+    """Return the groups of all roots whose shards the optimizer steps.
+
+    The unit of a local tensor or of a flat shard is not known, so all units count then.
+    """
+    alive = units_alive()
+    owners = owners_of(alive)
+    shards = list(filter(_is_shard, _params_of(optimizer)))
+    units = {owners[param] for param in shards} if owners.keys() >= set(shards) else set(alive)
+    roots = {unit.root.units[0] for unit in units if unit.root is not None}
+    return {weakref.ref(group) for unit in units | roots for group in unit.ranks.groups}
 
 
 def _check_gradients(
@@ -126,11 +142,6 @@ def _raise_if_unreduced(optimizer: torch.optim.Optimizer) -> None:
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def check_again() -> None:
-    """Have all optimizers checked again, since some of their parameters may be replaced."""
-    _checked.clear()
 
 
 def let_optimizers_go_on() -> None:
@@ -173,11 +184,6 @@ def _go_on(
 def _is_shard(param: Any) -> bool:
     """Return whether this is a sharded parameter, or the local tensor of one."""
     return is_sharded(param) or is_flat(param) or _C.FlatTensor.has_storage_of(param)
-
-
-def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps shards, as far as its last check tells."""
-    return _checked.get(optimizer, _Checked(0, True)).steps_shards
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding.params import module_changes, unreduced
+from fsdp_ext.sharding.params.checked_optimizers import check_again
 from fsdp_ext.sharding.params.entries import Entry
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.param_group import ParamGroup
@@ -88,6 +89,7 @@ class Root(UnitTree):
         # This comes last: if anything above raises, the next forward starts over.
         for unit in self.units:
             unit.root = self
+        check_again()  # each optimizer asks the lanes of its own roots
 
     def _check_units(self) -> None:
         names = [of_unit[0] for of_unit in self.module_names()]

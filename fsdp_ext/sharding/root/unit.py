@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
+from fsdp_ext.sharding.params.checked_optimizers import check_again
 from fsdp_ext.sharding.params.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
 from fsdp_ext.sharding.params.entries import (
     Entry,
@@ -55,7 +56,6 @@ from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
-from fsdp_ext.sharding.root import optimizer_hooks
 
 _alive: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -392,7 +392,7 @@ class Unit(ParamGroup):
                 mark_goes_on_as(param.sharded, now)
                 if param.grad_dtype is not None and own_grad_dtype(now) is None:
                     now.grad_dtype = param.grad_dtype
-                optimizer_hooks.check_again()
+                check_again()
             param.sharded = now
             self._register(param)
         local_shape = list(param.shape)

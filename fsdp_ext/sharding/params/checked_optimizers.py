@@ -1,0 +1,45 @@
+"""What the last check of each optimizer has found."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Checked(NamedTuple):
+    """What was found of an optimizer. add_param_group() adds parameters, and fully_shard may
+    replace those that it has.
+    """
+
+    params: int  # how many
+    steps_shards: bool
+    # The groups of the roots of its parameters. These may be destroyed before the optimizer.
+    groups: Collection[weakref.ref[dist.ProcessGroup]]  # no WeakSet, which Dynamo cannot trace
+
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Checked] = weakref.WeakKeyDictionary()
+
+
+def last_check(optimizer: torch.optim.Optimizer) -> Checked | None:
+    """Return what was found of an optimizer; None if it has to be checked before its next step."""
+    return _checked.get(optimizer)
+
+
+def keep_check(optimizer: torch.optim.Optimizer, found: Checked) -> None:
+    """Keep what was found of an optimizer."""
+    _checked[optimizer] = found
+
+
+def check_again() -> None:
+    """Have all optimizers checked again, since their parameters or the roots of these changed."""
+    _checked.clear()
+
+
+def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps shards, as far as its last check tells."""
+    found = last_check(optimizer)
+    return found is None or found.steps_shards
