@@ -512,7 +512,7 @@ FAULTS = (
     ),
     Fault(
         "units keep settings that the schedule has refused",
-        f"{SHARDING}/api/setting_changes.py",
+        f"{SHARDING}/root/setting_changes.py",
         "unit.settings = former",
         python=("communication_methods",),
     ),

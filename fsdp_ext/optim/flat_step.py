@@ -33,7 +33,7 @@ from fsdp_ext.optim.clip_in_backward import ClippingInBackward
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.fused_steps import FusedSteps
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
-from fsdp_ext.sharding.api.setting_changes import change
+from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
 _update_pre_hooks: list[Callable[[Optimizer], Any]] = []

@@ -13,6 +13,7 @@ from support.parity import load_system
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -140,6 +141,43 @@ def _shared_streams() -> None:
 
 def test_modules_over_one_group_share_their_streams() -> None:
     run_ranks(_shared_streams, 2)
+
+
+# PyTorch's setters, the values to pass, and our settings.
+SETTERS = [
+    ("set_requires_all_reduce", False, "requires_all_reduce"),
+    ("set_reshard_after_backward", False, "reshard_after_backward"),
+    ("set_reshard_after_backward", True, "reshard_after_backward"),
+    ("set_reduce_scatter_unused_params", True, "reduce_scatter_unused_params"),
+    ("_set_unshard_async_op", True, None),
+    ("set_reduce_scatter_max_input_buffers", 2, None),
+]
+
+
+def _replicated_outside() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    gradients: dict[str, list[Any]] = {}
+    for name in ("fsdp2", "fsdp_ext"):
+        torch.manual_seed(0)
+        inner: Any = load_system(name).fully_shard(nn.Linear(4, 4), mesh=mesh)
+        model = replicate(nn.Sequential(nn.Linear(4, 4), inner), mesh=mesh)
+        for setter, value, setting in SETTERS:
+            if hasattr(model, setter):
+                getattr(model, setter)(value)
+                if name == "fsdp_ext" and setting is not None:
+                    assert getattr(inner._fsdp_ext_unit.settings, setting) is value
+        torch.manual_seed(dist.get_rank())
+        for syncs in (False, True, False, True):
+            model.set_requires_gradient_sync(syncs)
+            model(torch.randn(2, 4)).square().sum().backward()
+            model.set_modules_to_forward_prefetch([inner])
+            model.set_modules_to_backward_prefetch([inner])
+        gradients[name] = [param.grad.full_tensor() for param in model.parameters()]
+    torch.testing.assert_close(gradients["fsdp_ext"], gradients["fsdp2"])
+
+
+def test_setters_of_a_replicated_module_reach_the_sharded_modules_inside() -> None:
+    run_ranks(_replicated_outside, 2)
 
 
 class Stage(nn.Module):

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_ext
 from fsdp_ext import fully_shard
 from fsdp_ext.optim import SGD, AdamW, flat_step
-from fsdp_ext.sharding.api import setting_changes
+from fsdp_ext.sharding.root import setting_changes
 
 
 class OtherExperts(Stack):

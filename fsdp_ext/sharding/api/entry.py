@@ -33,7 +33,6 @@ from fsdp_ext.sharding.api.arguments import (
     resolve_reshard,
 )
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule, set_classes
-from fsdp_ext.sharding.api.setting_changes import sharded_units
 from fsdp_ext.sharding.params import module_changes
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
@@ -50,6 +49,7 @@ from fsdp_ext.sharding.root.module_state import (
     state_of,
 )
 from fsdp_ext.sharding.root.root import abandon_forward, prepare_forward
+from fsdp_ext.sharding.root.setting_changes import sharded_units
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import state_dict_hooks, torch_state
 

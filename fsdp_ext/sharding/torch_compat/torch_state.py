@@ -1,12 +1,14 @@
-"""Read-only ``FSDPState`` views for code that inspects FSDP2.
+"""``FSDPState`` views for code that inspects FSDP2.
 
 ``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)``,
 ``module._get_fsdp_state()`` or ``_get_module_fsdp_state(module)``, and look into the registry of
-composable functions. They get views, which read the unit at each access.
+composable functions. They get views, which read the unit at each access. Settings that the methods
+of PyTorch's ``FSDPModule`` set on units inside of a module can be set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any, NoReturn, cast
 
@@ -23,6 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.root.module_state import state_of, unit_of, units_of
+from fsdp_ext.sharding.root.root import ensure_root
+from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
 # PyTorch's registries have the function inside the decorator as their key.
@@ -78,8 +82,26 @@ class ParamView(_View):
         return self._param.name
 
 
+# Settings of FSDPParamGroup, and their names here. A module of PyTorch's `replicate` sets them on
+# the units inside.
+_SETTINGS = {
+    "reduce_grads": "requires_gradient_sync",
+    "all_reduce_grads": "requires_all_reduce",
+    "reshard_after_backward": "reshard_after_backward",
+    "reduce_scatter_unused_params": "reduce_scatter_unused_params",
+}
+# Those that have no effect here.
+_WITHOUT_EFFECT = ("unshard_async_op", "reduce_scatter_max_input_buffers")
+
+
 class ParamGroupView(_View):
     """A unit's parameters, as ``FSDPParamGroup``."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _SETTINGS:
+            change([self._unit], **{_SETTINGS[name]: value})
+        elif name not in _WITHOUT_EFFECT:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name == "_training_state":
@@ -140,6 +162,22 @@ class ParamGroupView(_View):
     def fsdp_params(self) -> list[ParamView]:
         """The unit's parameters."""
         return [ParamView(self._unit, param) for param in self._unit.params]
+
+    # A module of `replicate` that prefetches this unit uses these four.
+
+    unshard_async_op = False
+
+    @property
+    def _module_fqn(self) -> str:
+        return self._unit.name
+
+    def use_training_state(self, training_state: Any) -> contextlib.nullcontext[None]:
+        """Do nothing: forward and backward gather alike."""
+        return contextlib.nullcontext()
+
+    def unshard(self, async_op: bool) -> None:
+        """Issue the gather of the parameters. Forward waits for it."""
+        ensure_root(self._unit).unshard(self._unit)
 
     def post_backward(self) -> None:
         """Reduce the accumulated gradients of the whole model."""
