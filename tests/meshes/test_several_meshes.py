@@ -226,6 +226,22 @@ def test_what_is_not_supported_with_several_meshes_is_refused() -> None:
     run_ranks(_ask_for_what_is_not_supported, RANKS)
 
 
+def _name_one_mesh_twice() -> None:
+    plain = init_device_mesh(device().type, (RANKS,))
+    named = init_device_mesh(device().type, (RANKS,), mesh_dim_names=("dp",))
+    assert plain != named
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp_ext.fully_shard(model[0], mesh=plain)
+    fsdp_ext.fully_shard(model, mesh=named, check_every=1)
+    model(torch.ones(1, 4)).sum().backward()
+    with fsdp_ext.profile(model):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_meshes_of_the_same_ranks_are_one_mesh() -> None:
+    run_ranks(_name_one_mesh_twice, RANKS)
+
+
 def _ask_without_peers() -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

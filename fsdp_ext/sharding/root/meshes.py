@@ -15,7 +15,7 @@ from fsdp_ext.sharding.root.unit import Unit
 
 def refuse_several_meshes(units: Sequence[Unit], caller: str) -> None:
     """Raise NotImplementedError, which names ``caller``, if units have several meshes."""
-    count = len({unit.ranks.mesh for unit in units})
+    count = len(_meshes_of(units))
     if count > 1:
         raise NotImplementedError(
             f"{caller} got a model whose units have {count} meshes, and it supports one. Pass the "
@@ -32,7 +32,7 @@ def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
             simulated, or is resharded to a smaller group.
     """
     root = units[0]
-    if len({unit.ranks.mesh for unit in units}) == 1:
+    if len(_meshes_of(units)) == 1:
         return
     if isinstance(root.settings.transport, Simulated):
         raise NotImplementedError(
@@ -81,7 +81,7 @@ def add_meshes(lanes: _C.Lanes, units: Sequence[Unit]) -> list[int]:
         ValueError: if ranks have different meshes for a unit.
     """
     root = units[0]
-    if len({unit.ranks.mesh for unit in units}) == 1:
+    if len(_meshes_of(units)) == 1:
         return [0] * len(units)
     of_units = [_ranks_of(unit) for unit in units]
     _compare(root, of_units)
@@ -94,6 +94,11 @@ def add_meshes(lanes: _C.Lanes, units: Sequence[Unit]) -> list[int]:
         )
         for unit, ranks in zip(units, of_units, strict=True)
     ]
+
+
+def _meshes_of(units: Sequence[Unit]) -> set[object]:
+    """Return the different meshes of units. Meshes of the same ranks may have different names."""
+    return {(unit.device, tuple(_ranks_of(unit)), tuple(_replicas_of(unit))) for unit in units}
 
 
 def _ranks_of(unit: Unit) -> list[int]:
