@@ -360,6 +360,27 @@ def test_meshes_that_are_not_supported_are_refused() -> None:
     run_ranks(_ask_for_what_is_not_supported, 2)
 
 
+def _gradient_on(ranks: list[list[int]]) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    shard(model, [], DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+    model(batch(0, 0)).square().sum().backward()
+    return model[0].weight.grad.full_tensor()
+
+
+def _order_ranks() -> None:
+    expected = _gradient_on([[0, 1], [2, 3]])
+    for ranks in ([[2, 3], [0, 1]], [[0, 2], [1, 3]], [[1, 0], [3, 2]]):
+        torch.testing.assert_close(_gradient_on(ranks), expected)
+    for ranks in ([[0, 1], [3, 2]], [[0, 2], [3, 1]]):
+        with pytest.raises(ValueError, match=r"ranks .*, whose rows are not in one order"):
+            _gradient_on(ranks)
+
+
+def test_meshes_whose_replicas_would_have_different_shards_are_refused() -> None:
+    run_ranks(_order_ranks, 4)
+
+
 def _describe() -> str:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     shard(model, [], hybrid_mesh())

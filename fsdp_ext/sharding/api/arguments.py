@@ -61,8 +61,8 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
     Raises:
         RuntimeError: if there is no process group.
-        ValueError: if the mesh has more than two dimensions, or devices that this build does not
-            support, or if this rank is not in it.
+        ValueError: if the mesh has more than two dimensions, rows in different orders, or devices
+            that this build does not support, or if this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -84,7 +84,23 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}. Call "
             "fully_shard only on the ranks of its mesh."
         )
+    if mesh.ndim == 2:
+        _check_order(mesh.mesh.tolist())
     return mesh
+
+
+def _check_order(rows: list[list[int]]) -> None:
+    """Raise ValueError if ranks in a column of a 2-D mesh would have different shards.
+
+    Process groups number the ranks of a row in rising order, whatever their order in the mesh.
+    """
+    orders = {tuple(sorted(range(len(row)), key=row.__getitem__)) for row in rows}
+    if len(orders) > 1:
+        raise ValueError(
+            f"fully_shard got a mesh of ranks {rows}, whose rows are not in one order. Ranks in a "
+            "column have the same shard, but process groups number the ranks of a row in rising "
+            f"order. Make the mesh of ranks {[sorted(row) for row in rows]}."
+        )
 
 
 def _example_of(mesh: DeviceMesh) -> str:
