@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +68,17 @@ def test_a_sharded_model_in_a_forked_child_raises(transport: str, is_trained: bo
                 "Use the model only in the process that sharded it, or start the other process "
                 "with 'spawn' (in a DataLoader, multiprocessing_context='spawn')."
             )
+
+
+def _write_in_child(transport: str) -> bool:
+    model = fully_shard(nn.Linear(4, 4), transport=transport)
+    state: dict[str, Any] = model.state_dict()
+    before = state["weight"].to_local().clone()
+    _error_in_child(lambda: torch.nn.init.zeros_(state["weight"].to_local()))
+    return torch.equal(state["weight"].to_local(), before)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_forked_child_shares_the_shards_that_are_in_shared_memory(transport: str) -> None:
+    kept = transport == "process_group"
+    assert run_ranks(_write_in_child, 2, transport) == [kept, kept]
