@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
+from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.checkpoint.offline import write_checkpoint
 from fsdp_ext.checkpoint.reading import Checkpoint, decoded
 from fsdp_ext.checkpoint.snapshot import (
@@ -33,11 +35,14 @@ from fsdp_ext.checkpoint.snapshot import (
     content_of_weights,
 )
 from fsdp_ext.checkpoint.state_dicts import named_group
+from fsdp_ext.checkpoint.tensor_files import digest
 from fsdp_ext.checkpoint.transfers import new_tensor
+from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.unread import Unread, stored
 
-# The entry in which to_dcp writes everything but tensors a second time, as JSON. DCP itself turns
-# the keys of dicts into strings, and loses empty dicts and the classes of dicts.
+# The entry in which to_dcp repeats, as JSON, everything except tensors. DCP itself turns the keys
+# of dicts into strings, and loses empty dicts and the classes of dicts. The entry has a digest of
+# the other entries, so that it is not used after they have changed.
 _TREES = "fsdp_ext_trees"
 
 
@@ -60,7 +65,33 @@ def from_dcp(source: Path, directory: Path) -> Path:
         ValueError: if it is damaged, has no weights, or those of several models or optimizers.
     """
     saved = _saved_in(source)
-    trees = json.loads(saved.pop(_TREES, "{}"))
+    entry = json.loads(saved.pop(_TREES, "{}"))
+    if entry and entry.get("of") == _digest(saved):
+        return write_checkpoint(directory, _restored(saved, entry["trees"]))
+    if entry:
+        warn_caller(
+            f"{source} has changed since it was converted from a checkpoint of fsdp_ext. What it "
+            "has now is converted, without keys of dicts that are not strings."
+        )
+    return write_checkpoint(directory, _contents_of(_by_kind(saved, source), {}, {}))
+
+
+def _restored(saved: Mapping[str, Any], trees: dict[str, Any]) -> dict[str, Content]:
+    """Return the contents of files for what :func:`to_dcp` wrote. Tensors may have other values."""
+    found: dict[str, Any] = {"model": {}, "extra": {}, **saved}  # DCP leaves out empty dicts
+    weights = found["model"]
+    tied = {
+        name: first
+        for name, first in trees["weights"]["aliases"].items()
+        if torch.equal(weights[name].read(), weights[first].read())
+    }
+    trees["weights"]["aliases"] = tied
+    contents = _contents_of(found, tied, {})
+    return {kind: dataclasses.replace(contents[kind], tree=tree) for kind, tree in trees.items()}
+
+
+def _by_kind(saved: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the entries "model", and maybe "optimizer" and "extra", of any checkpoint of DCP."""
     if all(isinstance(value, torch.Tensor) for value in saved.values()):
         saved = {"model": saved}
     names: dict[str, list[str]] = defaultdict(list)
@@ -76,23 +107,23 @@ def from_dcp(source: Path, directory: Path) -> Path:
     found = {"model": saved[names["weights"][0]]}
     if names["optimizer"]:
         found["optimizer"] = saved[names["optimizer"][0]]
-    if names["extra"] or "extra" in trees:
+    if names["extra"]:
         extra = {name: saved[name] for name in names["extra"]}
         found["extra"] = extra["extra"] if [*extra] == ["extra"] else extra
-    contents = _contents_of(found, trees.get("weights", {}))
-    contents |= {k: dataclasses.replace(contents[k], tree=tree) for k, tree in trees.items()}
-    return write_checkpoint(directory, contents)
+    return found
 
 
-def _contents_of(saved: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Content]:
-    """Return the contents of files for what a checkpoint of DCP has.
+def _contents_of(
+    saved: Mapping[str, Any], tied: Mapping[str, str], versions: Mapping[str, int]
+) -> dict[str, Content]:
+    """Return the contents of files.
 
     Args:
         saved: the entries "model", and maybe "optimizer" and "extra".
-        names: the "aliases" of tied weights and the "versions" of modules, as far as known.
+        tied: as in :func:`content_of_weights`.
+        versions: as in :func:`content_of_weights`.
     """
-    aliases, versions = names.get("aliases", {}), names.get("versions", {})
-    contents = {"weights": content_of_weights(saved["model"], aliases, (), versions)}
+    contents = {"weights": content_of_weights(saved["model"], tied, (), versions)}
     if "optimizer" in saved:
         state = saved["optimizer"]
         groups = [named_group(group, group["params"]) for group in state["param_groups"]]
@@ -210,8 +241,11 @@ def to_dcp(source: Path, target: Path) -> None:
     extra = checkpoint.extra_of(0)
     if extra is not None:
         saved["extra"] = extra
-    contents = _contents_of(saved, {"aliases": of_model.aliases, "versions": of_model.versions})
-    saved[_TREES] = json.dumps({kind: content.tree for kind, content in contents.items()})
+    trees = {
+        kind: content.tree
+        for kind, content in _contents_of(saved, of_model.aliases, of_model.versions).items()
+    }
+    saved[_TREES] = json.dumps({"trees": trees, "of": _digest(_as_read(saved))})
     # A writer that copies ahead would need several tensors at once.
     writer = FileSystemWriter(target, per_thread_copy_ahead=0)
     try:
@@ -222,3 +256,17 @@ def to_dcp(source: Path, target: Path) -> None:
         if type(cause) is RuntimeError:  # torch.save's, which does not name the disk's error
             raise OSError(f"{target} cannot be written; is the disk full? ({cause})") from error
         raise cause from error
+
+
+def _as_read(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a dict as :func:`_saved_in` returns it after DCP has saved it."""
+    values, paths = flatten_state_dict(saved)
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        set_element(found, paths[name], value)
+    return found
+
+
+def _digest(saved: dict[str, Any]) -> str:
+    """Return a digest of everything except the tensors' values."""
+    return digest(encode(saved, "", {}))

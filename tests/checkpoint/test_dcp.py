@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same
+from support.checkpoints import assert_equal, assert_same
 from support.models import Versioned
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -69,13 +69,19 @@ class Stateful(nn.Linear):
         self.state = state
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what was passed to ``dcp.save``."""
+    saved: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    reader = dcp.FileSystemReader(path)
+    _load_state_dict(saved, storage_reader=reader, planner=planner, no_dist=True)
+    return saved
+
+
 def test_tensors_inside_of_other_values_are_converted(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "saved", Stateful(2, 2), extra={"pair": (torch.ones(2), 3)})
     assert cli.run("convert", [str(path), str(tmp_path / "dcp")]) == 0
-    converted: dict[str, Any] = {}
-    reader = dcp.FileSystemReader(tmp_path / "dcp")
-    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(converted, storage_reader=reader, planner=planner, no_dist=True)
+    converted = read(tmp_path / "dcp")
     pair, array = (converted["model"]["_extra_state"][key] for key in ("pair", "array"))
     assert torch.equal(pair[0], torch.ones(3))
     assert pair[1] == 2
@@ -121,6 +127,49 @@ def test_a_checkpoint_survives_conversion_to_dcp_and_back(tmp_path: Path) -> Non
         assert_same(other[0].state, model[0].get_extra_state())
     names = [sorted(Checkpoint(checkpoint.latest(path)).parts("weights")) for path in (saved, back)]
     assert names[0] == names[1]  # a tied weight is stored once
+
+
+def test_an_extra_like_an_optimizer_survives_conversion_to_dcp_and_back(tmp_path: Path) -> None:
+    saved, dcp_path, back = (tmp_path / name for name in ("saved", "dcp", "back"))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(model.parameters())  # it has states before its first step
+    extra = dict(optimizer.state_dict())
+    checkpoint.save(saved, model, extra=extra)
+    assert cli.run("convert", [str(saved), str(dcp_path)]) == 0
+    assert cli.run("convert", [str(dcp_path), str(back)]) == 0
+    assert_same(checkpoint.load(back, model), extra)
+
+
+def test_changes_of_a_converted_checkpoint_survive_the_way_back(tmp_path: Path) -> None:
+    def tied() -> tuple[nn.Sequential, torch.optim.SGD]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    path = checkpoint.save(tmp_path / "saved", *tied(), {"step": 1})
+    assert cli.run("convert", [str(path), str(tmp_path / "dcp")]) == 0
+    changed = read(tmp_path / "dcp")
+
+    def convert_changed(name: str) -> str:
+        dcp.save(changed, checkpoint_id=tmp_path / name, no_dist=True)
+        assert cli.run("convert", [str(tmp_path / name), str(tmp_path / "back" / name)]) == 0
+        return str(tmp_path / "back" / name)
+
+    changed["model"]["1.weight"] = torch.full((2, 2), 7.0)
+    untied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    checkpoint.load(convert_changed("tensors"), untied)
+    assert_equal(untied.state_dict(), changed["model"])
+    changed["optimizer"]["param_groups"][0]["lr"] = 0.25
+    changed["extra"] = {"step": 2}
+    model, optimizer = tied()
+    with pytest.warns(UserWarning, match="has changed since it was converted"):
+        path = convert_changed("values")
+    assert checkpoint.load(path, model, optimizer) == {"step": 2}
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    del changed["optimizer"], changed["extra"]
+    with pytest.warns(UserWarning, match="has changed since it was converted"):
+        path = convert_changed("entries")
+    assert checkpoint.load(path, model) is None
 
 
 def test_an_export_has_no_tensors_of_other_values(tmp_path: Path) -> None:
