@@ -142,8 +142,8 @@ def plan_weights(
         strict: whether files and model must have the same names.
 
     Returns:
-        the weights as a state dict, and the names of the others. A tied weight may be stored under
-        any one of its names.
+        the weights as a state dict, and the names of weights that the files lack. A tied weight
+        may be stored under any one of its names.
 
     Raises:
         ValueError: if names, shapes or kinds of numbers differ.

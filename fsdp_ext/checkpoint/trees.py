@@ -75,7 +75,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"array": put(tensor)}
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufU":
         plain = value.item()
-        if type(plain) is not kind:  # as that of a longdouble is
+        if type(plain) is not kind:  # item() of a longdouble returns a longdouble
             return encode(plain, path, tensors)
     raise TypeError(f"{path} is of type {kind.__name__}, which cannot be saved. Use {_KINDS}.")
 

@@ -68,7 +68,8 @@ def metadata_of(model: nn.Module, versions: Mapping[str, int]) -> dict[str, dict
 
     Args:
         model: the model that loads the state dict.
-        versions: as :func:`versions_of` returns them. A module that has none there has its own.
+        versions: as :func:`versions_of` returns them. A module without an entry counts as its
+            present version.
     """
     return {
         place.path[:-1]: {"version": versions.get(place.prefix, place.module._version)}

@@ -228,8 +228,8 @@ class FlatStep(FusedSteps):
     def _lists_now(self, part: _Part) -> list[list[Any]]:
         """Return copies of the groups' lists of parameters; the same object until they change.
 
-        They are compared once a backward: when the first part asks after ``step()``, or when a part
-        asks again.
+        They are compared once a backward: at the first part after ``step()``, or when a part steps
+        a second time.
         """
         own = vars(self)
         known: list[list[Any]] = own.setdefault("_lists", [])

@@ -52,7 +52,7 @@ class FusedSteps(Optimizer):
         return getattr(self, "found_inf", None) is not None
 
     def _fits_fused_code(self, group: dict[str, Any], stepped: dict[torch.Tensor, Any]) -> bool:
-        """Return whether PyTorch's fused code steps right what it takes.
+        """Return whether PyTorch's fused code gives correct results for these tensors.
 
         Args:
             group: a group.

@@ -64,7 +64,7 @@ class NormRanks:
 def norms_of(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each gradient that has elements on this rank, in a tensor a device."""
     # Shards may be empty, and the maximum of nothing is an error.
-    # A real dtype cannot be asked for with complex gradients.
+    # vector_norm rejects a real dtype for complex gradients.
     own = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
     devices = {grad.device for grad in own}  # some may be offloaded
     by_device = [[grad for grad in own if grad.device == device] for device in devices]

@@ -240,7 +240,7 @@ def _delete_after_a_failure(transport: str) -> None:
     assert "different collectives" in message
     del model, loss, module
     gc.collect()
-    dist.barrier()  # no rank ends before, which would end the waits of the others
+    dist.barrier()  # an exiting rank would end the waits of the others
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
