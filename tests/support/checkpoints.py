@@ -147,12 +147,12 @@ def assert_same(got: Any, expected: Any) -> None:
     """Compare values of any depth."""
     if isinstance(got, DTensor):
         got = got.full_tensor()
-    assert type(got) in (type(expected), nn.Parameter)
-    if isinstance(expected, torch.Tensor):
+    is_parameter = isinstance(got, nn.Parameter) and isinstance(expected, Tensor)
+    assert is_parameter or type(got) is type(expected)
+    if isinstance(expected, (Tensor, np.ndarray)):
         assert got.dtype == expected.dtype
-        assert torch.equal(got, expected)
-    elif isinstance(expected, np.ndarray):
-        assert np.array_equal(got, expected)
+        equal = torch.equal if isinstance(expected, Tensor) else np.array_equal
+        assert equal(got, expected)
     elif isinstance(expected, dict):
         assert list(got) == list(expected)
         for key in expected:
