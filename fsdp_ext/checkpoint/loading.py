@@ -164,7 +164,7 @@ def plan_weights(
     planned: Any = OrderedDict()  # a dict has no attributes
     planned._metadata = metadata_of(model, stored.versions)
     for name in (name for name in wanted if name in names):
-        is_extra = name in parts and _is_extra_state(name, wanted[name])
+        is_extra = name in parts and _is_extra_state(name, parts[name], wanted[name])
         if is_extra or name in other:
             tree = {"tensor": name} if is_extra else other[name]
             whole = partial(_whole_like, parts)
@@ -176,9 +176,13 @@ def plan_weights(
     return planned, missing
 
 
-def _is_extra_state(name: str, value: Any) -> bool:
-    """Return whether an entry is that of ``get_extra_state``, whose shape and class may change."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX and not isinstance(value, DTensor)
+def _is_extra_state(name: str, parts: list[tuple[TensorFile, Part]], value: Any) -> bool:
+    """Return whether a tensor is that of ``get_extra_state``, whose shape and class may change.
+
+    Those of sharded tensors may not.
+    """
+    is_sharded = isinstance(value, DTensor) or any(part.shape != part.whole for _, part in parts)
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX and not is_sharded
 
 
 def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:

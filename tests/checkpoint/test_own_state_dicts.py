@@ -11,7 +11,8 @@ from support.checkpoints import unchanged
 from support.launcher import run_ranks
 from support.models import Versioned
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ext import FullyShardedDataParallel, checkpoint, fully_shard
@@ -144,6 +145,17 @@ def test_a_tensor_of_extra_state_replaces_whatever_there_was(tmp_path: Path, bef
     model = WithExtra(before)
     checkpoint.load(tmp_path, model)
     assert torch.equal(model.extra, torch.arange(5))
+
+
+def _refuse_parts(place: Path) -> None:
+    sharded = distribute_tensor(torch.arange(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    checkpoint.save(place, WithExtra(sharded))
+    with pytest.raises(ValueError, match="as a tensor, and the model as a NoneType"):
+        checkpoint.load(place, WithExtra(None))
+
+
+def test_a_sharded_tensor_of_extra_state_needs_one_in_the_model(tmp_path: Path) -> None:
+    run_ranks(_refuse_parts, 2, tmp_path)
 
 
 def _in_two_places(place: Path) -> None:
