@@ -152,8 +152,10 @@ def load(
 
     The number of ranks, the mesh, the placements and the dtypes may differ from those that saved.
     Each rank reads only what it needs, and checks it. The model and the optimizer change after all
-    ranks have read everything; after an error they are unchanged, unless the model's own
-    ``load_state_dict`` raises it.
+    ranks have read everything. After an error they are unchanged, with one exception. If the
+    model's own ``load_state_dict`` raises, or ignores a name that its ``state_dict`` returns, that
+    rank raises. Its optimizer is unchanged, its model may be partly changed, and other ranks may
+    have loaded everything.
 
     Args:
         directory: as in :func:`save`, or one checkpoint.

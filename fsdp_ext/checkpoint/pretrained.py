@@ -33,8 +33,9 @@ def load_pretrained(
     """Fill a sharded model from ``model.safetensors``, or the files of its index.
 
     All ranks of the model call this. Each reads the bytes of its own rows, or of a few more if a
-    parameter is not sharded by rows. Values are cast to the model's dtypes. If it raises, it does
-    so on all ranks, and the model is unchanged. Until then a rank has its shards twice.
+    parameter is not sharded by rows. Values are cast to the model's dtypes. The models change after
+    all ranks have read everything, so a rank has its shards twice until then. If a rank cannot
+    read, all ranks raise. If the model's own ``load_state_dict`` raises, other ranks may not.
 
     Args:
         model: with memory, e.g. after ``to_empty``. Buffers that are not saved keep their values.

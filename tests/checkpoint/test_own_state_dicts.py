@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.checkpoints import unchanged
 from support.launcher import run_ranks
 from support.models import Versioned
@@ -174,6 +176,28 @@ def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> 
     checkpoint.save(tmp_path, *trained(NotLoadable, 0, unchanged))
     with pytest.raises(ValueError, match=r"returns 'model\.first\.weight', which its .* Override"):
         checkpoint.load(tmp_path, *trained(NotLoadable, 1, unchanged))
+
+
+class FailingOnRank1(Tied):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("not on rank 1")
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def _fail_on_rank_1(place: Path) -> None:
+    saved = trained(Tied, 0, unchanged)
+    checkpoint.save(place, *saved)
+    other, before = (trained(FailingOnRank1, 1, unchanged) for _ in range(2))
+    fails = dist.get_rank() == 1
+    with pytest.raises(RuntimeError, match="not on rank 1") if fails else nullcontext():
+        checkpoint.load(place, *other)
+    for got, expected in zip(values(other), values(before if fails else saved), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_rank_whose_model_raises_keeps_its_optimizer_and_others_load(tmp_path: Path) -> None:
+    run_ranks(_fail_on_rank_1, 2, tmp_path)
 
 
 class WithSteps(nn.Linear):
