@@ -25,8 +25,8 @@ def remove_wrapper_names(
     inside = f"{prefix}{WRAPPED}."
     for key in [key for key in state_dict if key.startswith(inside)]:
         state_dict[prefix + key[len(inside) :]] = state_dict.pop(key)
-    # load_state_dict looks up a module's version by the module's name. Names with the wrapper stay,
-    # as under FSDP1, so that wrapped models find them. Models without wrappers find the other ones.
+    # A version has two names: with the prefix, as in FSDP1, for models wrapped in the same places,
+    # and without it for unwrapped models.
     versions = getattr(state_dict, "_metadata", {})
     for key in [key for key in versions if f"{key}.".startswith(inside)]:
         versions[(prefix + f"{key}."[len(inside) :])[:-1]] = versions[key]

@@ -139,7 +139,7 @@ def versions() -> None:
             assert_equal(model.state_dict(), want)
 
 
-def test_the_versions_of_modules_are_found_in_models_with_and_without_wrappers() -> None:
+def test_versions_are_found_in_models_wrapped_in_the_same_places_and_in_unwrapped_ones() -> None:
     run_ranks(versions, 2)
 
 
