@@ -21,7 +21,7 @@ from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 # The names under which wrappers have the module that they wrap: FSDP1's, torch.compile's and that
 # of activation checkpointing.
-_WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPED = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def is_wrapped(model: nn.Module) -> bool:
     """Return whether the model has wrappers, which add prefixes to names."""
     wrappers = (TorchFSDP, FullyShardedDataParallel, DistributedDataParallel)
     return any(
-        isinstance(module, wrappers) or not module._modules.keys().isdisjoint(_WRAPPED)
+        isinstance(module, wrappers) or not _WRAPPED.isdisjoint(module._modules.keys())
         for module in model.modules()
     )
 

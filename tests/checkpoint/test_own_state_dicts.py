@@ -172,6 +172,13 @@ def test_a_module_may_be_in_two_places_of_a_wrapped_model(tmp_path: Path) -> Non
     run_ranks(_in_two_places, 1, tmp_path)
 
 
+def test_a_model_with_a_scripted_module_is_saved(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))) for _ in range(2)]
+    checkpoint.load(checkpoint.save(tmp_path, models[0]), models[1])
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(models[1].state_dict()[name], value)
+
+
 def test_a_model_that_cannot_load_its_own_state_dict_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, *trained(NotLoadable, 0, unchanged))
     with pytest.raises(ValueError, match=r"returns 'model\.first\.weight', which its .* Override"):
