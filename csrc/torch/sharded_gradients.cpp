@@ -103,9 +103,12 @@ void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
 void ShardedGradients::import(std::size_t i, const at::Tensor& gradient) {
   const py::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
-  const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-  gradients_[i].local.attr("copy_")(local_tensor(theirs));
-  imported_[i] = gradient;
+  const py::object local =
+      local_tensor(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
+  gradients_[i].local.attr("copy_")(local);
+  if (!FlatTensor::has_storage_of(THPVariable_Unpack(local.ptr()))) {
+    imported_[i] = gradient;
+  }
 }
 
 bool ShardedGradients::has_imports() const {
@@ -113,15 +116,15 @@ bool ShardedGradients::has_imports() const {
                      [](const at::Tensor& tensor) { return tensor.defined(); });
 }
 
-at::Tensor ShardedGradients::export_to_user(std::size_t i) {
-  at::Tensor gradient = std::exchange(imported_[i], at::Tensor());
-  if (gradient.defined()) {
-    const py::gil_scoped_acquire gil;
-    const at::NoGradGuard no_grad;
-    const py::object theirs = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
-    local_tensor(theirs).attr("copy_")(gradients_[i].local);
-  }
-  return gradient;
+at::Tensor ShardedGradients::take_import(std::size_t i) {
+  return std::exchange(imported_[i], at::Tensor());
+}
+
+void ShardedGradients::copy_to(const at::Tensor& gradient, std::size_t i) const {
+  const py::gil_scoped_acquire gil;
+  const at::NoGradGuard no_grad;
+  local_tensor(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)))
+      .attr("copy_")(gradients_[i].local);
 }
 
 // See Note [flat parameters].

@@ -13,7 +13,7 @@
 // A user may put a tensor of their own into .grad before backward. The reduction adds its values,
 // so it copies them into the flat gradient, whose tensor takes its place in .grad. The end of
 // backward copies the result back and puts the user's tensor back into .grad, as if backward had
-// added to it in place.
+// added to it in place. A backward that fails puts it back as it was.
 //
 // Note [flat parameters]
 // FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
@@ -63,15 +63,14 @@ class ShardedGradients {
   void renew(std::shared_ptr<void> memory);
   // Implements UnitPort::set_gradient_memory. It makes no new tensors.
   void set_memory(std::shared_ptr<void> memory);
-  // Copies a gradient that the user has set into gradient i, and keeps the user's tensor: Note
-  // [gradients of users]. Takes the GIL.
+  // Copies a gradient that the user has set into gradient i. Keeps the tensor, unless a unit has
+  // made it: Note [gradients of users]. Takes the GIL.
   void import(std::size_t i, const at::Tensor& gradient);
-  // Drops the user's tensor of gradient i, if there is one.
-  void forget_import(std::size_t i) { imported_[i].reset(); }
   bool has_imports() const;
-  // Returns the user's tensor of gradient i with the values of gradient i, and drops it. Returns an
-  // undefined tensor if there is none. Takes the GIL.
-  at::Tensor export_to_user(std::size_t i);
+  // Returns the tensor that import() has kept, and keeps it no longer. It may be undefined.
+  at::Tensor take_import(std::size_t i);
+  // Copies gradient i into a tensor of the user's. Takes the GIL.
+  void copy_to(const at::Tensor& gradient, std::size_t i) const;
   // Undoes share_memory_(): FlatTensor::reclaim.
   void reclaim() { flat_.reclaim(); }
 

@@ -211,6 +211,11 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
   }
   try {
     const GilUnlessExit gil;
+    if (gil && number == passes().number()) {
+      for (const auto& unit : units_) {
+        unit->return_users_gradients(/*with_values=*/false);
+      }
+    }
     if (gil && passes().outermost() != Passes::kNone) {  // forward goes on: it may have caught it
       owner_.change(RootOwner::Use::Forward);
       return;

@@ -444,11 +444,7 @@ void TorchUnit::set_sharded_gradient(std::size_t i) {
 void TorchUnit::begin_backward() {
   std::fill(got_gradient_.begin(), got_gradient_.end(), 0);  // of a backward that failed
   shown_.take_back_all(name_);
-  for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    if (gradients_.is_released() || !shows_gradient(i)) {
-      gradients_.forget_import(i);  // the user has put something else into .grad since
-    }
-  }
+  return_users_gradients(/*with_values=*/false);
   const auto root = root_.lock();
   UnitGradients& progress = root->pipeline().unit(number_).gradients;
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
@@ -477,17 +473,22 @@ void TorchUnit::before_change_of_gradients() {
 }
 
 // See Note [gradients of users] in sharded_gradients.h.
-void TorchUnit::return_users_gradients() {
+void TorchUnit::return_users_gradients(bool with_values) {
   if (!gradients_.has_imports()) {
     return;
   }
-  before_change_of_gradients();
+  if (with_values) {
+    before_change_of_gradients();
+  }
   for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    if (gradients_.is_released() || !shows_gradient(i)) {
-      gradients_.forget_import(i);  // an attached optimizer has consumed it
-    } else if (at::Tensor theirs = gradients_.export_to_user(i); theirs.defined()) {
-      parameters_.gradient_owner(i).mutable_grad() = std::move(theirs);
+    at::Tensor theirs = gradients_.take_import(i);
+    if (!theirs.defined() || gradients_.is_released() || !shows_gradient(i)) {
+      continue;  // an attached optimizer may have consumed the gradient
     }
+    if (with_values) {
+      gradients_.copy_to(theirs, i);
+    }
+    parameters_.gradient_owner(i).mutable_grad() = std::move(theirs);
   }
 }
 

@@ -98,9 +98,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void adopt_gradients();
   void begin_backward();
 
-  // Copies gradients into the users' tensors that were in .grad before this backward, and puts
-  // these back there.
-  void return_users_gradients();
+  // Puts the users' tensors that were in .grad before this backward back there, by default with the
+  // values of the gradients.
+  void return_users_gradients(bool with_values = true);
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
   // Autograd is about to add to the gradient of a sharded parameter.

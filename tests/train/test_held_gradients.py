@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import parity
 from support.launcher import run_ranks
-from support.models import TwoLayers
+from support.models import DeliberateFailure, TwoLayers
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -256,3 +256,47 @@ def _gradients_set_by_users() -> None:
 
 def test_backward_adds_in_place_to_a_gradient_that_users_have_set() -> None:
     run_ranks(_gradients_set_by_users, 2)
+
+
+def _gradient_of_user_after_a_failure() -> None:
+    model = sharded()
+    own = [torch.ones_like(param) for param in model.parameters()]
+    for param, gradient in zip(model.parameters(), own, strict=True):
+        param.grad = gradient
+
+    def fail(_gradient: Tensor) -> None:
+        raise DeliberateFailure
+
+    hook = model.layers[0].register_forward_hook(lambda _m, _x, y: y.register_hook(fail) and None)
+    with pytest.raises(DeliberateFailure):
+        model(ones()).sum().backward()
+    hook.remove()
+    for param, gradient in zip(model.parameters(), own, strict=True):
+        assert param.grad is gradient
+        gradient.zero_()
+    model(ones()).sum().backward()
+    expected = sharded()
+    expected(ones()).sum().backward()
+    for gradient, param in zip(own, expected.parameters(), strict=True):
+        assert torch.equal(gradient.to_local(), param.grad.to_local())
+
+
+def test_a_backward_that_fails_leaves_gradients_that_users_have_set() -> None:
+    run_ranks(_gradient_of_user_after_a_failure, 2)
+
+
+def _gradients_of_replaced_units() -> None:
+    model = sharded()
+    last: Any = model.layers[1]
+    last.requires_grad_(False)
+    model(ones()).sum().backward()
+    model.zero_grad(set_to_none=False)
+    last.requires_grad_(True)  # the next forward recreates the units
+    model(ones()).sum().backward()
+    flat = model._fsdp_ext_unit.root.units[1].impl.flat_gradient()
+    gradient = model.layers[0].weight.grad.to_local()
+    assert flat.data_ptr() <= gradient.data_ptr() < flat.data_ptr() + flat.nbytes
+
+
+def test_gradients_of_replaced_units_move_to_the_new_units() -> None:
+    run_ranks(_gradients_of_replaced_units, 2)
