@@ -156,7 +156,14 @@ def remove_gradients(params: list[Any]) -> None: ...
 
 # See csrc/torch/unit_parameters.h.
 class UnitParameter:
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, is_input: bool) -> None: ...
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        is_input: bool = False,
+        toggles: bool = False,
+    ) -> None: ...
 
 class TorchUnit:
     def __init__(

@@ -443,9 +443,9 @@ FAULTS = (
         python=("model_lifetime",),
     ),
     Fault(
-        "backward does not see that parameters are still unfrozen",
+        "backward does not see that parameters are still frozen",
         f"{TORCH}/torch_root.cpp",
-        "!any_unit_has(GradientSettings::Changed)",
+        "!has_gradient_setting_changed(/*accepts_frozen=*/true)",
         "true",
         python=("model_lifetime",),
     ),

@@ -24,8 +24,6 @@ namespace {
 const std::string kBeginForward = "FSDP::root_pre_forward";
 const std::string kEndBackward = "FSDP::root_post_backward_callback";
 
-constexpr int kForwardsWithFrozen = 32;  // Note [frozen parameters] in torch/torch_unit.h
-
 void warn_of_lost_gradients() {
   if (PyErr_WarnEx(PyExc_UserWarning,
                    "A backward ended in an exception, so the gradients that earlier backwards "
@@ -124,13 +122,10 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
     return false;
   }
   if (!at::GradMode::is_enabled()) {
-    had_other_settings_ = had_other_settings_ || any_unit_has(GradientSettings::Frozen) ||
-                          any_unit_has(GradientSettings::Changed);
-  } else {
-    if (had_other_settings_) {
-      settle_gradient_settings();
-    }
-    forwards_with_frozen_ = any_unit_has(GradientSettings::Frozen) ? forwards_with_frozen_ + 1 : 0;
+    had_other_settings_ =
+        had_other_settings_ || has_gradient_setting_changed(/*accepts_frozen=*/false);
+  } else if (had_other_settings_) {
+    settle_gradient_settings();
   }
   for (const auto& other : units_) {
     other->forward().reset_pending();
@@ -155,9 +150,13 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   return true;
 }
 
-bool TorchRoot::any_unit_has(GradientSettings settings) const {
-  return std::any_of(units_.begin(), units_.end(), [settings](const auto& unit) {
-    return unit->gradient_settings() == settings;
+bool TorchRoot::has_gradient_setting_changed(bool accepts_frozen) const {
+  return std::any_of(units_.begin(), units_.end(), [&](const auto& unit) {
+    const bool awaits_reduction =
+        pipeline_ != nullptr && pipeline_->unit(unit->number()).gradients.awaits_reduction();
+    return unit->has_gradient_setting_changed(!accepts_frozen    ? AcceptsFrozen::None
+                                              : awaits_reduction ? AcceptsFrozen::All
+                                                                 : AcceptsFrozen::Toggling);
   });
 }
 
@@ -166,14 +165,7 @@ bool TorchRoot::needs_new_units() const {
                         std::none_of(units_.begin(), units_.end(), [](const auto& unit) {
                           return unit->parameters().has_flat();
                         });
-  return !may_wait && std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
-    const GradientSettings settings = unit->gradient_settings();
-    const bool has_been_frozen =
-        settings == GradientSettings::Frozen && forwards_with_frozen_ >= kForwardsWithFrozen &&
-        awaited_backwards_ == 0 &&
-        !(pipeline_ != nullptr && pipeline_->unit(unit->number()).gradients.awaits_reduction());
-    return settings == GradientSettings::Changed || has_been_frozen;
-  });
+  return !may_wait && has_gradient_setting_changed(/*accepts_frozen=*/true);
 }
 
 void TorchRoot::leave_forward(py::handle output, bool with_gradient) {
@@ -276,9 +268,10 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
 
 void TorchRoot::settle_gradient_settings() {
   align_gradient_settings();
-  FSDP_CHECK(!any_unit_has(GradientSettings::Changed),
-             "Parameters were unfrozen, or got another grad_dtype, between a forward and its "
-             "backward. Undo that before the backward, or run the backward first.");
+  FSDP_CHECK(
+      !has_gradient_setting_changed(/*accepts_frozen=*/true),
+      "Parameters were frozen or unfrozen after a forward, and still are at its backward. Set "
+      "requires_grad back before that backward, or run the backward first.");
   had_other_settings_ = false;
 }
 

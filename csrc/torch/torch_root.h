@@ -1,13 +1,13 @@
 // The units under one root module and the schedule that they share.
 //
 // Note [parameters frozen for an evaluation]
-// Between a forward and its backward, a user may freeze or unfreeze parameters, run an evaluation,
-// and undo that. peft does so to run the model without its adapters. Unfrozen parameters need new
-// units, but the pending backward needs the old ones. So while a backward is pending, evaluations
-// run with the old units. When that backward begins, it raises if parameters are still unfrozen.
-// Otherwise each unsharded parameter, which autograd has recorded, gets requires_grad of its
-// sharded one again. Models with flat parameters get new units at once, because the memory of a
-// flat parameter may have changed, too.
+// Between a forward and its backward, a user may freeze parameters, run an evaluation, and unfreeze
+// them. peft does so to run the model without its adapters. Frozen parameters need new units, but
+// the pending backward needs the old ones. So while a backward is pending, evaluations run with the
+// old units. When that backward begins, it raises if parameters are still frozen. Otherwise each
+// unsharded parameter, which autograd has recorded, gets requires_grad of its sharded one again.
+// Models with flat parameters get new units at once, because the memory of a flat parameter may
+// have changed, too.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -95,7 +95,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
  private:
   struct BackwardGuard;
-  bool any_unit_has(GradientSettings settings) const;
+  // Whether a parameter was frozen or unfrozen since the units were made. With `accepts_frozen`,
+  // frozen parameters that may stay in their units do not count: Note [frozen parameters].
+  bool has_gradient_setting_changed(bool accepts_frozen) const;
   void align_gradient_settings();
   void settle_gradient_settings();
   void begin_engine_backward(const torch::autograd::Node* node);
@@ -118,9 +120,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   HeldObject when_stale_;
   HeldObject before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
-  int forwards_with_frozen_ = 0;  // that autograd recorded one after another: Note [frozen
-                                  // parameters] in torch/torch_unit.h
-  int awaited_backwards_ = 0;     // of forwards that autograd has recorded with these units
+  int awaited_backwards_ = 0;  // of forwards that autograd has recorded with these units
   // An evaluation has run while parameters were frozen or unfrozen, and no backward or training
   // forward since: Note [parameters frozen for an evaluation].
   bool had_other_settings_ = false;

@@ -449,7 +449,8 @@ void TorchUnit::begin_backward() {
   UnitGradients& progress = root->pipeline().unit(number_).gradients;
   for (std::size_t i = 0; i < parameters_.trainable().size(); ++i) {
     const at::Tensor& owner = parameters_.gradient_owner(i);
-    progress.set_frozen(i, !owner.requires_grad() && !progress.awaits_reduction());
+    const bool has_accumulated = progress.awaits_reduction() && !progress.is_frozen(i);
+    progress.set_frozen(i, !owner.requires_grad() && !has_accumulated);
     if (owner.requires_grad() && owner.is_leaf()) {
       ensure_sharded_hook(owner, weak_from_this());
     }

@@ -19,16 +19,17 @@
 // differently.
 //
 // Note [frozen parameters]
-// When a user freezes a trained parameter, the unit stays as it is. Forward and backward see a
-// frozen parameter, which brings no gradient, and a unit that is frozen as a whole is not reduced.
-// So a GAN's step may freeze one of two models in turn. But the parameter keeps the memory of its
-// gradient, and a reduction sends zeros for it. So units are recreated when parameters have been
-// frozen for kForwardsWithFrozen forwards and no backward is pending. If backwards without gradient
-// sync have accumulated gradients of a frozen parameter, the next reduction includes them, as in
-// FSDP2 and in a model that is not sharded. Until then the unit stays:
-// UnitGradients::awaits_reduction. If the user unfreezes a parameter that the unit's layout does
-// not train, units are recreated at once. All of this is the same on all ranks, because their
-// layouts have to be the same.
+// When a user freezes a parameter, units are recreated without memory for its gradient. If the user
+// unfreezes it later, they are recreated with it, and from then on the parameter `toggles`: when it
+// is frozen again, it stays in its unit as a trained parameter. Forward and backward see a frozen
+// one, which brings no gradient. A bucket whose parameters are all frozen is not reduced, and zeros
+// are sent for the others. So a GAN's step may freeze one of two models in turn at no cost. A flat
+// parameter does not toggle.
+//
+// If backwards without gradient sync have accumulated gradients of a frozen parameter, the next
+// reduction includes them, as in FSDP2 and in a model that is not sharded. Until then the parameter
+// stays in its unit, too. UnitGradients::awaits_reduction decides this. Its result is the same on
+// all ranks of a shard group, because their layouts have to be the same.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
@@ -105,8 +106,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void run_post_accumulate_hooks();
   // Autograd is about to add to the gradient of a sharded parameter.
   void before_change_of_gradients();
-  GradientSettings gradient_settings() const {
-    return parameters_.gradient_settings(tensors_.shard.flat());
+  // See UnitParameters::has_gradient_setting_changed.
+  bool has_gradient_setting_changed(AcceptsFrozen accepts) const {
+    return parameters_.has_gradient_setting_changed(accepts, tensors_.shard.flat());
   }
   // Returns the flat gradient for the user: ShardedGradients::share.
   at::Tensor share_flat_gradient();

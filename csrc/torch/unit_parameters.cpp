@@ -71,11 +71,7 @@ const at::Tensor& UnitParameters::sharded(std::size_t i) const {
 const at::Tensor& UnitParameters::flat() const { return THPVariable_Unpack(flat_.ptr()); }
 
 const at::Tensor& UnitParameters::gradient_owner(std::size_t i) const {
-  return visible(trainable_[i]);
-}
-
-const at::Tensor& UnitParameters::visible(std::size_t i) const {
-  return has_flat_ ? flat() : sharded(i);
+  return has_flat_ ? flat() : sharded(trainable_[i]);
 }
 
 // See Note [registered parameters].
@@ -143,7 +139,7 @@ void UnitParameters::carry_gradient_settings() {
 // the unit may be unsharded then: Note [after an evaluation] in core/gather/unit_gather.h.
 void UnitParameters::take_gradient_settings() {
   for (const std::size_t i : trainable_) {
-    const bool requires_grad = visible(i).requires_grad();
+    const bool requires_grad = sharded(i).requires_grad();
     if (all_[i].unsharded.requires_grad() != requires_grad) {
       all_[i].unsharded.set_requires_grad(requires_grad);
     }
@@ -155,7 +151,7 @@ void UnitParameters::align_gradient_settings() {
   carry_gradient_settings();
   for (std::size_t i = 0; i < all_.size(); ++i) {
     if (!all_[i].sharded.is_none() && all_[i].unsharded.defined()) {
-      all_[i].requires_grad = visible(i).requires_grad();
+      all_[i].requires_grad = sharded(i).requires_grad();
       all_[i].unsharded.set_requires_grad(all_[i].requires_grad);
     }
   }
@@ -175,39 +171,37 @@ void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
     const bool is_unfrozen =
         !enters && is_shown_unfrozen
             ? torch::autograd::impl::try_get_grad_accumulator(unsharded) != nullptr
-            : visible(i).requires_grad();
+            : (has_flat_ ? flat() : sharded(i)).requires_grad();
     FSDP_CHECK(!is_unfrozen, "Parameter '", spec.name, "' of unit '", unit,
                "' was unfrozen while forward ran, and its gradient would be lost. Set its "
                "requires_grad before the forward of the root module.");
   }
 }
 
-GradientSettings UnitParameters::gradient_settings(const at::Tensor& flat_shard) const {
+// See Note [frozen parameters].
+bool UnitParameters::has_gradient_setting_changed(AcceptsFrozen accepts,
+                                                  const at::Tensor& flat_shard) const {
   if (has_flat_) {
     const at::Tensor& flat = this->flat();
     const bool trainable = !trainable_.empty();
-    if (!flat.storage().is_alias_of(flat_shard.storage())) {
-      return GradientSettings::Changed;
-    }
-    if (!differs(flat, trainable, std::nullopt)) {
-      return GradientSettings::Same;
-    }
-    return trainable && !flat.requires_grad() ? GradientSettings::Frozen
-                                              : GradientSettings::Changed;
+    const bool stays = accepts == AcceptsFrozen::All && trainable && !flat.requires_grad() &&
+                       !sharded(trainable_[0]).requires_grad();
+    return (differs(flat, trainable, std::nullopt) && !stays) ||
+           !flat.storage().is_alias_of(flat_shard.storage());
   }
-  GradientSettings settings = GradientSettings::Same;
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const ParamSpec& spec = layout_.params()[i];
     if (all_[i].sharded.is_none() ||
         !differs(sharded(i), spec.trainable, spec.unsharded_grad_dtype)) {
       continue;
     }
-    if (!spec.trainable || sharded(i).requires_grad()) {
-      return GradientSettings::Changed;
+    const bool may_stay =
+        accepts == AcceptsFrozen::All || (accepts == AcceptsFrozen::Toggling && all_[i].toggles);
+    if (!may_stay || !spec.trainable || sharded(i).requires_grad()) {
+      return true;
     }
-    settings = GradientSettings::Frozen;
   }
-  return settings;
+  return false;
 }
 
 }  // namespace fsdp

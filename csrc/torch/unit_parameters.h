@@ -30,6 +30,7 @@ struct UnitParameter {
   std::vector<std::int64_t> shape;  // unsharded
   at::ScalarType dtype;             // unsharded
   bool is_input = false;
+  bool toggles = false;  // it was frozen before and unfrozen again: Note [frozen parameters]
   // From bind on. An input of an extension has none of these objects. An extension makes its
   // unsharded parameter when it is first attached.
   HeldObject sharded = {};
@@ -48,12 +49,9 @@ struct UnitParameter {
 // Python's objects for one parameter: sharded, unsharded, place_gradient. Each may be None.
 using BoundObjects = std::tuple<pybind11::object, pybind11::object, pybind11::object>;
 
-// How parameters' requires_grad and grad_dtype compare with those when the unit was made.
-enum class GradientSettings : std::uint8_t {
-  Same,
-  Frozen,  // the only difference is that parameters have been frozen since
-  Changed,
-};
+// Which frozen parameters may stay in a unit that trains them: Note [frozen parameters] in
+// torch/torch_unit.h.
+enum class AcceptsFrozen : std::uint8_t { None, Toggling, All };
 
 class UnitParameters {
  public:
@@ -94,15 +92,15 @@ class UnitParameters {
   void carry_gradient_settings();
   // The same, and then gives all unsharded parameters the settings of the sharded ones.
   void align_gradient_settings();
-  // Also Changed if the flat parameter has other memory than `flat_shard`.
-  GradientSettings gradient_settings(const at::Tensor& flat_shard) const;
+  // Whether a parameter was frozen, unfrozen or given a grad_dtype since the unit was made, or the
+  // flat parameter has other memory than `flat_shard`. Then the next forward that autograd records
+  // needs a new unit.
+  bool has_gradient_setting_changed(AcceptsFrozen accepts, const at::Tensor& flat_shard) const;
   // Raises if a parameter was unfrozen since the outermost forward began. Call it when forward
   // enters the unit, and when forward leaves it.
   void check_frozen(const std::string& unit, bool enters) const;
 
  private:
-  // The parameter that users see while the unit is sharded.
-  const at::Tensor& visible(std::size_t i) const;
   void take_gradient_settings();  // from the sharded parameters: see carry_gradient_settings
 
   const UnitLayout& layout_;

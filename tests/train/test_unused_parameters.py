@@ -680,3 +680,22 @@ def _replaced_within_backward() -> None:
 
 def test_parameters_may_be_replaced_after_backward_has_passed_their_unit() -> None:
     run_ranks(_replaced_within_backward, 2)
+
+
+def _frozen_again() -> None:
+    """A parameter that stays in its unit while it is frozen gets no zeros."""
+    model: nn.Module = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model = fsdp_ext.fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    weight = model[0].weight
+    for is_trained in (True, False, True, False):
+        weight.requires_grad_(is_trained)
+        model.zero_grad()
+        for micro_batch in range(2):
+            model.set_requires_gradient_sync(micro_batch == 1)
+            model(torch.ones(2, DIM)).sum().backward()
+        assert (weight.grad is not None) == is_trained
+
+
+def test_a_frozen_parameter_is_not_unused() -> None:
+    run_ranks(_frozen_again, 2)

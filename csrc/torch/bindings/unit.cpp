@@ -40,10 +40,12 @@ void register_unit(py::module_& m) {
            py::arg("holder"), py::arg("name"), py::arg("parameter"), py::arg("is_plain"),
            py::arg("calls_setattr"));
   py::class_<UnitParameter>(m, "UnitParameter")
-      .def(py::init([](std::vector<std::int64_t> shape, at::ScalarType dtype, bool is_input) {
-             return UnitParameter{std::move(shape), dtype, is_input};
+      .def(py::init([](std::vector<std::int64_t> shape, at::ScalarType dtype, bool is_input,
+                       bool toggles) {
+             return UnitParameter{std::move(shape), dtype, is_input, toggles};
            }),
-           py::arg("shape"), py::arg("dtype"), py::kw_only(), py::arg("is_input"));
+           py::arg("shape"), py::arg("dtype"), py::kw_only(), py::arg("is_input") = false,
+           py::arg("toggles") = false);
   py::class_<TorchUnit, std::shared_ptr<TorchUnit>>(m, "TorchUnit")
       .def(py::init([](const UnitLayout& layout, FlatTensor shard, at::Tensor flat_gradient,
                        std::vector<UnitParameter> parameters, at::Device device,

@@ -135,6 +135,8 @@ class ShardedParam:
         quantization: the state that bitsandbytes computes with; None for other parameters.
         awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
             [frozen parameters] in csrc/torch/torch_unit.h.
+        was_frozen: whether the last C++ unit did not train it.
+        toggles: whether it was frozen before and unfrozen again: the same note.
         whole: the parameter that modules have while the unit is unsharded; None before the first
             C++ unit, and if an extension makes it. Later C++ units use the same object, because
             users may have put hooks and attributes on it.
@@ -151,6 +153,8 @@ class ShardedParam:
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     quantization: Any = None
     awaits_reduction: bool = False
+    was_frozen: bool = False
+    toggles: bool = False
     whole: nn.Parameter | None = None
 
     @property
@@ -182,7 +186,12 @@ class ShardedParam:
     @property
     def is_trained(self) -> bool:
         """Whether it takes part in reductions."""
-        return self.requires_grad or self.awaits_reduction
+        return self.requires_grad or self.awaits_reduction or self.toggles
+
+    def note_freezing(self) -> None:
+        """Follow what the user froze and unfroze. Call it when a C++ unit is made."""
+        self.toggles = self.toggles or (self.was_frozen and self.requires_grad)
+        self.was_frozen = not self.is_trained
 
     @property
     def shape_in_slot(self) -> torch.Size:

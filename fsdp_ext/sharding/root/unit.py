@@ -487,6 +487,8 @@ class Unit(ParamGroup):
         if self.flat_param is not None:
             self.flat_param.freeze()
         for param in self.params:
+            if self.flat_param is None:
+                param.note_freezing()
             param.name = names.get(param.sharded, param.name)
             check_grad_dtype(param.name, param.sharded, is_extension=not param.is_gathered)
         self.let_optimizers_step()
@@ -564,7 +566,9 @@ class Unit(ParamGroup):
     def _unit_parameter(self, entry: Entry) -> _C.UnitParameter:
         if isinstance(entry, GatherInput):
             return _C.UnitParameter(entry.shape_in_slot, entry.input_dtype, is_input=True)
-        return _C.UnitParameter(entry.shape_in_slot, self.compute_dtype(entry), is_input=False)
+        return _C.UnitParameter(
+            entry.shape_in_slot, self.compute_dtype(entry), toggles=entry.toggles
+        )
 
     def _find_extensions(self) -> list[Extension]:
         """Return the extensions, with places for their inputs in the flat shard."""
