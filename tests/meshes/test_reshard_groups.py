@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -488,3 +489,23 @@ def test_ranks_of_which_some_reshard_before_backward_get_an_error() -> None:
     for message in run_ranks(_reshard_on_some_ranks, RANKS, fresh=True):
         assert "the all-gather over 2 ranks of unit 'blocks.0'" in message
         assert "issues the all-gather of unit 'blocks.0'" in message
+
+
+def _poisoned_between_passes() -> None:
+    """Poison slots while copies of earlier releases may still read them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    expected = copy.deepcopy(model)
+    fully_shard(model[1], reshard_after_forward=2)
+    fully_shard(model)
+    x = torch.ones(2, 6)
+    losses = [model(factor * x).square().mean() for factor in (1, 2)]
+    model._fsdp_ext_unit.root.impl.set_poison_released_slots(True)
+    torch.autograd.backward(losses)
+    torch.autograd.backward([expected(factor * x).square().mean() for factor in (1, 2)])
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+def test_slots_may_be_poisoned_between_forward_and_backward() -> None:
+    run_ranks(_poisoned_between_passes, 4)

@@ -357,8 +357,10 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   bool keeps_contents =
       bucket.gather.slot_ == &slot;  // else the bucket was gathered again elsewhere
   const bool copies = keeps_contents && keep_group_shard(bucket, slot);
-  if (copies && (poison_ || slot.is_overflow)) {
-    compute.wait(*bucket.gather.group_->kept, bucket.gather.group_->source.label);
+  const GroupShard* const group = bucket.gather.group_.get();
+  // An earlier release may have issued a copy, too, before slots were poisoned.
+  if (group != nullptr && (poison_ || (copies && slot.is_overflow))) {
+    compute.wait(*group->kept, group->source.label);
   }
   if (keeps_contents) {
     bucket.gather.slot_ = nullptr;
