@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-
 #include "base/check.h"
 
 namespace py = pybind11;
@@ -22,7 +20,6 @@ py::object local_tensor(py::handle gradient) {
 void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_parameter) {
   make_ = std::move(make);
   count_ = count;
-  imported_.resize(count);
   is_of_flat_parameter_ = is_of_flat_parameter;
   clear_padding();
   this->make();
@@ -107,17 +104,8 @@ void ShardedGradients::import(std::size_t i, const at::Tensor& gradient) {
       local_tensor(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
   gradients_[i].local.attr("copy_")(local);
   if (!FlatTensor::has_storage_of(THPVariable_Unpack(local.ptr()))) {
-    imported_[i] = gradient;
+    imports_.emplace_back(i, gradient);
   }
-}
-
-bool ShardedGradients::has_imports() const {
-  return std::any_of(imported_.begin(), imported_.end(),
-                     [](const at::Tensor& tensor) { return tensor.defined(); });
-}
-
-at::Tensor ShardedGradients::take_import(std::size_t i) {
-  return std::exchange(imported_[i], at::Tensor());
 }
 
 void ShardedGradients::copy_to(const at::Tensor& gradient, std::size_t i) const {

@@ -63,12 +63,13 @@ class ShardedGradients {
   void renew(std::shared_ptr<void> memory);
   // Implements UnitPort::set_gradient_memory. It makes no new tensors.
   void set_memory(std::shared_ptr<void> memory);
-  // Copies a gradient that the user has set into gradient i. Keeps the tensor, unless a unit has
-  // made it: Note [gradients of users]. Takes the GIL.
+  // A tensor of the user's, and the number of its gradient.
+  using Import = std::pair<std::size_t, at::Tensor>;
+  // Copies the tensor in .grad into gradient i, and keeps it if it is the user's: Note [gradients
+  // of users]. Takes the GIL.
   void import(std::size_t i, const at::Tensor& gradient);
-  bool has_imports() const;
-  // Returns the tensor that import() has kept, and keeps it no longer. It may be undefined.
-  at::Tensor take_import(std::size_t i);
+  // Returns the tensors that import() has kept, and drops them.
+  std::vector<Import> take_imports() { return std::exchange(imports_, {}); }
   // Copies gradient i into a tensor of the user's. Takes the GIL.
   void copy_to(const at::Tensor& gradient, std::size_t i) const;
   // Undoes share_memory_(): FlatTensor::reclaim.
@@ -105,8 +106,8 @@ class ShardedGradients {
   FlatTensor flat_;
   std::size_t count_ = 0;
   HeldObject make_;
-  std::vector<Gradient> gradients_;   // empty after release
-  std::vector<at::Tensor> imported_;  // users' tensors, from their import to the end of backward
+  std::vector<Gradient> gradients_;  // empty after release
+  std::vector<Import> imports_;      // empty between backwards
   std::uint64_t version_ = 0;
   bool is_shared_ = false;
   bool is_of_flat_parameter_ = false;

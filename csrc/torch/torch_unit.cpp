@@ -475,18 +475,12 @@ void TorchUnit::before_change_of_gradients() {
 
 // See Note [gradients of users] in sharded_gradients.h.
 void TorchUnit::return_users_gradients(bool with_values) {
-  if (!gradients_.has_imports()) {
-    return;
-  }
-  if (with_values) {
-    before_change_of_gradients();
-  }
-  for (std::size_t i = 0; i < gradients_.count(); ++i) {
-    at::Tensor theirs = gradients_.take_import(i);
-    if (!theirs.defined() || gradients_.is_released() || !shows_gradient(i)) {
+  for (auto& [i, theirs] : gradients_.take_imports()) {
+    if (gradients_.is_released() || !shows_gradient(i)) {
       continue;  // an attached optimizer may have consumed the gradient
     }
     if (with_values) {
+      before_change_of_gradients();
       gradients_.copy_to(theirs, i);
     }
     parameters_.gradient_owner(i).mutable_grad() = std::move(theirs);
