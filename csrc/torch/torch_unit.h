@@ -19,17 +19,17 @@
 // differently.
 //
 // Note [frozen parameters]
-// When a user freezes a parameter, units are recreated without memory for its gradient. If the user
-// unfreezes it later, they are recreated with it, and from then on the parameter `toggles`: when it
-// is frozen again, it stays in its unit as a trained parameter. Forward and backward see a frozen
-// one, which brings no gradient. A bucket whose parameters are all frozen is not reduced, and zeros
-// are sent for the others. So a GAN's step may freeze one of two models in turn at no cost. A flat
-// parameter does not toggle.
+// If a user freezes a parameter, the units are recreated without memory for its gradient. If the
+// user unfreezes it, they are recreated with this memory. From then on the parameter `toggles`: it
+// keeps the memory, and freezing it recreates nothing. So a GAN may freeze one of two models in
+// each step. Forward and backward treat the frozen parameter as frozen. Its bucket is not reduced
+// if all parameters in it are frozen. Otherwise zeros are sent in place of its gradient. Flat
+// parameters do not toggle.
 //
-// If backwards without gradient sync have accumulated gradients of a frozen parameter, the next
-// reduction includes them, as in FSDP2 and in a model that is not sharded. Until then the parameter
-// stays in its unit, too. UnitGradients::awaits_reduction decides this. Its result is the same on
-// all ranks of a shard group, because their layouts have to be the same.
+// A parameter may also be frozen after backwards without gradient sync have accumulated gradients
+// of it. As in FSDP2 and in a model that is not sharded, the next reduction includes them. The
+// units are recreated after it: UnitGradients::awaits_reduction. All ranks of a shard group decide
+// this alike, because they need the same layouts.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs
@@ -99,8 +99,8 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void adopt_gradients();
   void begin_backward();
 
-  // Puts the users' tensors that were in .grad before this backward back there, by default with the
-  // values of the gradients.
+  // Restores the users' tensors in .grad: Note [gradients of users] in sharded_gradients.h. With
+  // `with_values`, copies the gradients into them first.
   void return_users_gradients(bool with_values = true);
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();

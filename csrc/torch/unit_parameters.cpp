@@ -178,7 +178,7 @@ void UnitParameters::check_frozen(const std::string& unit, bool enters) const {
   }
 }
 
-// See Note [frozen parameters].
+// See Note [frozen parameters] in torch/torch_unit.h.
 bool UnitParameters::has_gradient_setting_changed(AcceptsFrozen accepts,
                                                   const at::Tensor& flat_shard) const {
   if (has_flat_) {

@@ -41,8 +41,8 @@ from fsdp_ext.checkpoint.trees import encode
 from fsdp_ext.checkpoint.unread import Unread, stored
 
 # The entry in which to_dcp repeats, as JSON, everything except tensors. DCP itself turns the keys
-# of dicts into strings, and loses empty dicts and the classes of dicts. The entry has a digest of
-# the other entries, so that it is not used after they have changed.
+# of dicts into strings, and loses empty dicts and the classes of dicts. The digest in the entry
+# shows whether the other entries have changed since.
 _TREES = "fsdp_ext_trees"
 
 

@@ -36,8 +36,8 @@ class FusedSteps(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         if vars(self).get("_attached"):
             return True  # the step refuses the scaler
-        # Each rank has its own part of a flat parameter. ShardedGradScaler has all ranks skip a
-        # step together, but only if it unscales the gradients itself.
+        # Each rank has another part of a flat gradient, and may find Inf alone. All ranks skip the
+        # step together only if ShardedGradScaler unscales the gradients itself.
         return all(
             group["fused"] and not any(map(is_flat, group["params"])) for group in self.param_groups
         )

@@ -88,9 +88,10 @@ class DeadlockThread {
   DeadlockThread(const DeadlockThread&) = delete;
   DeadlockThread& operator=(const DeadlockThread&) = delete;
 
-  // `report` ends both lanes. It gets the account of a deadlock, or the reason of fail().
+  // Starts the thread. `report` has to end both lanes. Its argument is the reason: the result of
+  // look(), or the argument of fail().
   void start(std::function<void(const std::string&)> report);
-  // One lane has failed. Any thread may call it.
+  // Tells the thread that one lane has failed. Any thread may call this.
   void fail(const std::string& reason);
   // Nothing is reported any more. The board may hang, and then the thread outlives this object.
   void stop();
@@ -106,8 +107,7 @@ class DeadlockThread {
     std::condition_variable stopped;
     bool is_looking = false;
     std::function<void(const std::string&)> report;  // empty when stopped
-    // The reason why a lane has failed. It has a mutex of its own, because fail() may be called
-    // within report().
+    // Why a lane has failed. It needs its own mutex, because report() may call fail().
     std::mutex failure_mutex;
     std::string failure;
   };

@@ -173,9 +173,9 @@ void BackwardExchange::receive() {
   }
 }
 
-// Gathers and reductions concern the ranks of one shard group: one replica may evaluate more
-// batches than another, or train another model over its shard group. All-reductions concern all
-// ranks.
+// The ranks of a shard group issue the same gathers and reductions. Another shard group may issue
+// others, for example to evaluate more batches or to train another model. All ranks issue the same
+// all-reductions.
 void BackwardExchange::compare_hashes() {
   const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
   for (std::size_t other = 0; other < size(); ++other) {

@@ -63,7 +63,8 @@ class BackwardExchange {
   void receive();
   void compare_hashes();
   Hashes hashes_of(std::size_t rank) const;
-  // `mine` is this rank's record of the lane; `one` and `another` are the ranks that differ in it.
+  // Reports that the ranks `one` and `another` have issued different collectives on a lane. `mine`
+  // is this rank's history of the lane.
   [[noreturn]] void throw_difference(const char* lane, const CollectiveHistory& mine,
                                      std::size_t one, std::size_t another);
   void set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units);

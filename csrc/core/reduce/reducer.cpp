@@ -264,8 +264,8 @@ void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
   for (Unit* unit : units) {
     unit->gradients.is_reduced_ = true;
     for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
-      const bool is_zero = unit->reduces_unused && !unit->gradients.is_frozen(i);
-      if (is_zero || has_gradient(bucket, *unit, i)) {
+      const bool gets_zeros = unit->reduces_unused && !unit->gradients.is_frozen(i);
+      if (gets_zeros || has_gradient(bucket, *unit, i)) {
         unit->gradients.used_[i] = 1;
         unit->port.set_sharded_gradient(i);
       }

@@ -26,7 +26,7 @@ class UnitGradients {
     is_reached_ = is_reduced_ = false;
     std::fill(used_.begin(), used_.end(), 0);
   }
-  // Sets whether parameter i is frozen in the following backwards. It is the same on all ranks.
+  // Freezes or unfreezes parameter i for the following backwards, on all ranks alike.
   void set_frozen(std::size_t i, bool value) { is_frozen_.at(i) = value ? 1 : 0; }
   bool is_frozen(std::size_t i) const { return is_frozen_[i] != 0; }
   // Whether any parameter is not frozen.
@@ -49,8 +49,7 @@ class UnitGradients {
   const std::vector<char>& used() const { return used_; }
   bool any_used() const { return std::find(used_.begin(), used_.end(), 1) != used_.end(); }
   bool is_reduced() const { return is_reduced_; }  // in this backward
-  // Whether this backward has reduced the unit although this rank has not used every parameter that
-  // is not frozen.
+  // Whether this backward has reduced the unit, but this rank has not used all trained parameters.
   bool misses_gradients() const {
     for (std::size_t i = 0; is_reduced_ && i < count(); ++i) {
       if (used_[i] == 0 && !is_frozen(i)) {

@@ -17,7 +17,7 @@ class Checked(NamedTuple):
 
     params: int  # how many
     steps_shards: bool
-    # The groups of the roots of its parameters. These may be destroyed before the optimizer.
+    # The process groups of its parameters' roots. They may be destroyed before the optimizer is.
     groups: Collection[weakref.ref[dist.ProcessGroup]]  # no WeakSet, which Dynamo cannot trace
 
 

@@ -2,8 +2,8 @@
 
 ``torch.distributed.pipelining``, trainers and the like call ``fully_shard.state(module)``,
 ``module._get_fsdp_state()`` or ``_get_module_fsdp_state(module)``, and look into the registry of
-composable functions. They get views, which read the unit at each access. Settings that the methods
-of PyTorch's ``FSDPModule`` set on units inside of a module can be set.
+composable functions. They get views, which read the unit at each access. The setters of PyTorch's
+``FSDPModule`` also reach sharded modules inside it, so these settings can be assigned.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class ParamView(_View):
         return self._param.name
 
 
-# Settings of FSDPParamGroup, and their names here. A module of PyTorch's `replicate` sets them on
-# the units inside.
+# Settings of FSDPParamGroup, with their names here. PyTorch's setters of a replicated module also
+# set them on the sharded modules inside it.
 _SETTINGS = {
     "reduce_grads": "requires_gradient_sync",
     "all_reduce_grads": "requires_all_reduce",
     "reshard_after_backward": "reshard_after_backward",
     "reduce_scatter_unused_params": "reduce_scatter_unused_params",
 }
-# Those that have no effect here.
+# Settings that are accepted and have no effect here.
 _WITHOUT_EFFECT = ("unshard_async_op", "reduce_scatter_max_input_buffers")
 
 

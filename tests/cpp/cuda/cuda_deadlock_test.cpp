@@ -100,8 +100,8 @@ class WatchedRank {
   // Makes the compute stream wait for the newest collective of the lane.
   void await(int lane) { device->compute_stream().wait(*done[lane], kLabels[lane]); }
 
-  // Issues gathers of a communicator with lanes of its own, such as a mesh's, to the stream of the
-  // gather lane. Returns how many collectives this stream counted before and after.
+  // Issues gathers of another pair of lanes, such as a mesh's, to the stream of this gather lane.
+  // Returns the stream's count of collectives before and after them.
   std::pair<std::uint32_t, std::uint32_t> issue_for_another_pair_of_lanes() {
     const std::unique_ptr<Device> own =
         make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
