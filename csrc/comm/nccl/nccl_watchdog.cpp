@@ -121,17 +121,25 @@ std::string NcclWatchdog::with_flight_record(const std::string& reason) {
   return where.empty() ? reason : reason + " " + where;
 }
 
-void NcclWatchdog::abort(const std::string& reason) {
+// Returns whether this is the first failure.
+bool NcclWatchdog::fail(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failed_) {
-      return;
+      return false;
     }
     error_ = reason;
     failed_ = true;
   }
   if (options_.deadlocks != nullptr) {
     options_.deadlocks->fail(reason);
+  }
+  return true;
+}
+
+void NcclWatchdog::abort(const std::string& reason) {
+  if (!fail(reason)) {
+    return;
   }
   if (api_.CommRevoke != nullptr) {
     revoke();
@@ -223,10 +231,8 @@ void NcclWatchdog::run() {
     }
   } catch (const std::exception& error) {
     // The device can no longer be used: the process is ending, or a kernel has failed.
-    const std::lock_guard<std::mutex> lock(mutex_);
-    error_ = detail::concat("rank ", options_.rank, ": the ", name_,
-                            " communicator can no longer be watched: ", error.what());
-    failed_ = true;
+    fail(detail::concat("rank ", options_.rank, ": the ", name_,
+                        " communicator can no longer be watched: ", error.what()));
   }
 }
 

@@ -120,6 +120,7 @@ class NcclWatchdog {
   };
 
   nccl::Result poll();
+  bool fail(const std::string& reason);
   void run();
   void revoke();
   void abort_communicator();
