@@ -215,11 +215,7 @@ class Reader:
             name: the tensor.
             parts: its parts.
             offset: where the box begins in the whole tensor.
-            into: memory for it, on the host. Elements are cast to its dtype. The caller keeps it
-                alive.
-
-        Raises:
-            DamagedFileError: if elements of the box are in no part.
+            into: memory for it, on the host. Elements are cast to its dtype.
         """
         missing = into.numel()
         for file, part in parts:

@@ -104,11 +104,13 @@ class Part:
 
 
 def memory_of(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a contiguous tensor on the host. The caller keeps the tensor alive."""
+    """Return the bytes of a contiguous tensor on the host. They keep its memory alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    block: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    block.tensor = tensor
+    return memoryview(block).cast("B")
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
