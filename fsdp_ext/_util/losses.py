@@ -26,9 +26,6 @@ def resolve_loss(loss: Callable[[Any], Tensor] | None, caller: str) -> Callable[
     Args:
         loss: the argument of the public function ``caller``; None for the mean of the output.
         caller: its name, for messages.
-
-    Raises:
-        TypeError: if ``loss`` cannot be called.
     """
     if loss is None:
         return functools.partial(_mean_of_output, caller=caller)
@@ -57,11 +54,7 @@ def resolve_loss(loss: Callable[[Any], Tensor] | None, caller: str) -> Callable[
 
 
 def _mean_of_output(output: Any, caller: str) -> Tensor:
-    """Return the means of the output's floating-point tensors, summed: the default loss.
-
-    Raises:
-        ValueError: if none of them requires a gradient.
-    """
+    """Return the means of the output's floating-point tensors, summed: the default loss."""
     tensors = [
         leaf
         for leaf in torch.utils._pytree.tree_leaves(output)

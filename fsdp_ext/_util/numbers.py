@@ -73,9 +73,6 @@ def as_bool(caller: str, name: str, value: object) -> bool:
         caller: the public function, for the message.
         name: its argument.
         value: the value that was passed.
-
-    Raises:
-        TypeError: if that is anything else.
     """
     scalar = scalar_of(value)
     if isinstance(scalar, int):

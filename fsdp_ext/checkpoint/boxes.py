@@ -59,9 +59,6 @@ def box_of(
         rank: this rank's number in the group that saves.
         world_size: the size of that group.
         known: a cache of earlier results, because DTensor computes them slowly.
-
-    Raises:
-        TypeError: if the tensor is of a kind that cannot be saved by its bytes.
     """
     if not isinstance(tensor, DTensor):
         plain, whole = _plain(name, tensor), tuple(tensor.shape)

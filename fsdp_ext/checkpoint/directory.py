@@ -45,11 +45,7 @@ def _number(path: Path) -> int:
 
 
 def locate(directory: Path) -> Path:
-    """Return a checkpoint: the directory itself if it is one, else the newest in it.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+    """Return a checkpoint: the directory itself if it is one, else the newest in it."""
     if (directory / INDEX).exists():
         return directory
     found = checkpoints(directory)

@@ -144,9 +144,6 @@ def plan_weights(
     Returns:
         the weights as a state dict, and the names of weights that the files lack. A tied weight
         may be stored under any one of its names.
-
-    Raises:
-        ValueError: if names, shapes or kinds of numbers differ.
     """
     parts, aliases, other = stored.parts, stored.aliases, stored.other
     names = {*stored.whole, *other, *aliases}

@@ -39,9 +39,6 @@ def import_files(source: Path, directory: Path) -> Path:
 
     Returns:
         the new checkpoint.
-
-    Raises:
-        ValueError: if the files have no tensors, or are damaged.
     """
     files = open_files(source)
     if not files:

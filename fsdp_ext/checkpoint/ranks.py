@@ -49,10 +49,6 @@ class Ranks:
         members: the global rank of each.
         rank: this rank's number in the group.
         size: the number of ranks.
-
-    Raises:
-        TypeError: if the group is not a ProcessGroup, or the timeout is not a timedelta.
-        ValueError: if the group has no store, or this process is not in it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:

@@ -105,9 +105,6 @@ def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]
         folder: the new checkpoint.
         files: each rank's.
         whole: the names of tensors that are not sharded, whose values may differ between ranks.
-
-    Raises:
-        ValueError: if tensors of one name differ, or if a tensor has too few or too many elements.
     """
     known: dict[tuple[str, str], dict[Any, tuple[Part, int]]] = {}
     for rank, of_rank in enumerate(files):

@@ -34,11 +34,7 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load what :func:`weights_of` returned, with other values.
-
-    Raises:
-        ValueError: if the model's own ``load_state_dict`` ignores an entry.
-    """
+    """Load what :func:`weights_of` returned, with other values."""
     keys: Any
     if is_wrapped(model):
         keys = set_model_state_dict(model, weights, options=StateDictOptions(strict=False))

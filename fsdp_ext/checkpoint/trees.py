@@ -30,9 +30,6 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         value: the value.
         path: its name, for messages and as the beginning of its tensors' names.
         tensors: gets the tensors in the value, by name.
-
-    Raises:
-        TypeError: if something in the value is of another type.
     """
 
     def inner(key: object, item: Any) -> Any:
@@ -86,9 +83,6 @@ def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     Args:
         value: the JSON.
         tensor_of: returns the tensor of a name.
-
-    Raises:
-        ValueError: if it is not what :func:`encode` returned.
     """
 
     def inner(item: Any) -> Any:

@@ -85,10 +85,6 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
     Args:
         model: the model.
         caller: the public function, for messages.
-
-    Raises:
-        NotImplementedError: for weights that PyTorch's FSDP1 shards.
-        RuntimeError: while forward or backward runs, and for weights on the meta device.
     """
     units = units_below(model)
     for unit in units:

@@ -35,9 +35,6 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
     The problem is linear in alpha and 1 / beta: each sample asks for (alpha + S / beta) / t = 1.
     Noise may lead to a negative latency, which is replaced by 0.
-
-    Raises:
-        ValueError: if all samples have one size, or larger collectives take no longer.
     """
     if len({sample.nbytes for sample in samples}) < 2:
         raise ValueError("A fit of alpha and beta needs samples of at least two sizes.")

@@ -56,11 +56,7 @@ def known_backend(name: str) -> str:
 
 
 def buffer_size() -> int:
-    """Return how many collectives the environment asks for.
-
-    Raises:
-        ValueError: if that is no number.
-    """
+    """Return how many collectives the environment asks for."""
     name, text = _first_set(BUFFER_SIZE)
     try:
         return max(0, int(text or _ENTRIES))

@@ -227,9 +227,6 @@ def _new_group(
         backend: the name of its backend.
         name: ends its description.
         why: its purpose, for the message.
-
-    Raises:
-        RuntimeError: if a rank does not arrive within the timeout.
     """
     try:
         made: dist.ProcessGroup = dist.new_group(

@@ -66,11 +66,7 @@ def describe_lane(settings: dict[str, int]) -> str:
 
 
 def nccl_settings() -> NcclSettings:
-    """Return the settings of the environment.
-
-    Raises:
-        ValueError: if a variable has another form than docs/design/cuda.md says.
-    """
+    """Return the settings of the environment."""
     registers = os.environ.get(REGISTER, "1") not in ("0", "")
     gather, reduce = (_settings_of_lane(variable) for variable in OF_LANES.values())
     if reduce.get("cta_policy") == POLICIES["zero"]:
@@ -98,9 +94,6 @@ def pack_multiprocessors() -> int:
     """Return the most multiprocessors of a GPU that packing kernels use; 0 stands for all.
 
     Ranks may have different values.
-
-    Raises:
-        ValueError: if the variable is not a positive number.
     """
     text = os.environ.get(PACK_MULTIPROCESSORS, "")
     if not text:

@@ -133,11 +133,6 @@ class Rendezvous:
         group: the ranks. All of them make a Rendezvous.
         offer: this rank's first message to the others.
         timeout: the longest wait for another rank in each exchange.
-
-    Raises:
-        RuntimeError: if the group has no store, a rank has ended or does not come within the
-            timeout, ranks run different versions of fsdp_ext, or the store contains something else
-            than offers. The message names the rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, offer: bytes, timeout: timedelta) -> None:
@@ -197,9 +192,6 @@ class Rendezvous:
             texts: the setting that each rank asks for, in order of rank.
             what: the name of the setting.
             advice: a sentence for the message.
-
-        Raises:
-            RuntimeError: if another rank asks for another setting. The message names both ranks.
         """
         mine = texts[self.rank]
         for rank, text in zip(self.ranks, texts, strict=True):

@@ -51,10 +51,6 @@ def resolve_transport(asked: Transport, device_type: str) -> Transport:
 
     Returns:
         A name, a simulated transport, or None for the default.
-
-    Raises:
-        TypeError: if the argument has a wrong type.
-        ValueError: if such devices have no transport of that name.
     """
     if isinstance(asked, Simulated):
         return asked
@@ -166,10 +162,6 @@ def connect_through_memory(
         The lanes if all ranks are on one host. If there are several hosts, this host's ranks, for
         the lanes of a process group. None if no ranks share memory. A warning says why, unless the
         process group was asked for, or every rank is on a machine of its own.
-
-    Raises:
-        RuntimeError: if ranks ask for different transports, memory cannot be shared but was asked
-            for by name, or a rank is missing.
     """
     shares = may_share_memory(group, asked)
     if not shares and (group.size() == 1 or backend_name(group) != "gloo"):

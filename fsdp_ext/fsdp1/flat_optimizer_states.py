@@ -65,12 +65,7 @@ class FlatParameters:
         return with_states(state, states, self.own_names)
 
     def join(self, states: State) -> State:
-        """Return the states of flat parameters, joined from the shards of states of their parts.
-
-        Raises:
-            ValueError: if some of the parameters in a flat one have no values, and others have, or
-                if they differ in a value that is not of each element, such as the step.
-        """
+        """Return the states of flat parameters, joined from the shards of states of their parts."""
         joined = dict(states)
         for name, flat in self._flats.items():
             own = self.own_names(name)

@@ -46,9 +46,6 @@ def shard_values(states: State, params: Mapping[str, nn.Parameter]) -> State:
     Args:
         states: the values by the names of parameters, whole or sharded.
         params: the optimizer's parameters.
-
-    Raises:
-        ValueError: if ``states`` has a name that is not in ``params``.
     """
     unknown = sorted(set(states) - set(params))
     if unknown:
@@ -120,9 +117,6 @@ def as_rank_0_has_it(state: State, unit: Unit) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
     Values that rank 0 lacks are left out, as by FSDP1.
-
-    Raises:
-        RuntimeError: on all ranks, if a rank lacks a value that rank 0 has.
     """
     group = unit.ranks.shard_group
     mine = {name: list(values) for name, values in state["state"].items()}

@@ -78,14 +78,7 @@ def check_arguments(
     precision: MixedPrecision,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Check the arguments that name no module and no ranks.
-
-    Raises:
-        NotImplementedError: if the environment asks for evaluation in full precision.
-        TypeError: for an argument of a wrong type.
-        ValueError: for a dtype that cannot be used and, as under FSDP1, a ``param_init_fn`` that
-            cannot be called.
-    """
+    """Check the arguments that name no module and no ranks."""
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(
             f"sharding_strategy is {strategy!r} but must be a ShardingStrategy or None. Pass "
@@ -182,10 +175,6 @@ def resolve_ignored(
         root: the module that is wrapped.
         modules: FSDP1's ``ignored_modules``.
         states: FSDP1's ``ignored_states``.
-
-    Raises:
-        TypeError: if one of them is not a collection.
-        ValueError: if both are passed, or if an element cannot be ignored.
     """
     if modules is not None and states is not None:
         raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
@@ -237,11 +226,7 @@ def check_single_device(devices: Iterable[torch.device], device_id: torch.device
 
 
 def check_container(module: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Check a list or dict of modules that has no forward, whose elements have to be wrapped.
-
-    Raises:
-        ValueError: if it has parameters outside of wrappers, which nothing would gather.
-    """
+    """Check a list or dict of modules that has no forward, whose elements have to be wrapped."""
     if not has_no_forward(module):
         return
     kind = type(module).__name__

@@ -74,12 +74,7 @@ def _refuse_flat(names: list[str]) -> None:
 def _take_summoned(
     module: nn.Module, state_dict: Any, prefix: str, names: list[str], form: Form
 ) -> None:
-    """Replace the whole parameters of ``summon_full_params`` if shards of them are wanted.
-
-    Raises:
-        RuntimeError: if they are wanted whole on a rank that does not have them. The whole
-            parameters cannot be gathered, because other ranks need not take part here.
-    """
+    """Replace the whole parameters of ``summon_full_params`` if shards of them are wanted."""
     for own_name, param in module.named_parameters(remove_duplicate=False):
         name = prefix + without_checkpointing(own_name)
         if name not in names:

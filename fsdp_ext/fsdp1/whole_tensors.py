@@ -75,9 +75,6 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
         name: the value's name.
         value: from a state dict.
         param: the parameter that it belongs to.
-
-    Raises:
-        NotImplementedError: if this rank has another part of it than of ``param``.
     """
     if not isinstance(value, ShardedTensor):
         return value

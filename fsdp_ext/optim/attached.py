@@ -23,11 +23,6 @@ def units_to_attach(
     Args:
         model: the model.
         groups: the optimizer's groups of parameters.
-
-    Raises:
-        RuntimeError: if a unit has an attached optimizer.
-        TypeError: if ``model`` is no module.
-        ValueError: if there is no such unit, or if one cannot be stepped in backward.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach got {model!r}. Pass the model, a torch.nn.Module.")

@@ -98,11 +98,7 @@ class Limits:
 
 
 def number_of(caller: str, name: str, value: Any) -> float:
-    """Return an argument of ``caller`` as a number.
-
-    Raises:
-        TypeError: if it is not a number.
-    """
+    """Return an argument of ``caller`` as a number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

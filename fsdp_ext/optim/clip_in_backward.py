@@ -68,9 +68,6 @@ class ClippingInBackward:
         Args:
             part: the part.
             stepped: tensors with a gradient, each with a parameter that lies in it.
-
-        Raises:
-            RuntimeError: if the part was clipped before, and ``end_step`` was not called.
         """
         if part in self._clipped:
             raise RuntimeError(

@@ -48,11 +48,7 @@ class Target:
 
 
 def check_memory_arguments(caller: str, memory_limit: object, optimizer_states: object) -> None:
-    """Check the arguments that ``plan`` and ``tune`` share.
-
-    Raises:
-        ValueError: if a number is out of range; the message names ``caller``.
-    """
+    """Check the arguments that ``plan`` and ``tune`` share."""
     if memory_limit is not None and not is_at_least(memory_limit, 1):
         raise ValueError(
             f"{caller} got memory_limit={memory_limit!r}. Pass a positive whole number of bytes, "
@@ -224,11 +220,7 @@ def _name_of_transport(asked: Transport, device_type: str, group: dist.ProcessGr
 
 
 def check_groups(units: Sequence[ParamGroup]) -> None:
-    """Check that the planned number of ranks consists of the groups that units are resharded to.
-
-    Raises:
-        ValueError: if it does not.
-    """
+    """Check that the planned number of ranks consists of the groups that units are resharded to."""
     for unit in units:
         group = unit.settings.reshard_group
         if group > 0 and (unit.world_size % group != 0 or unit.world_size == group):
@@ -279,12 +271,6 @@ def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) ->
     Args:
         units: the units.
         seconds: the seconds of each unit.
-
-    Raises:
-        NotImplementedError: if a unit is resharded to a smaller group, whose gathers may travel
-            over a link without figures.
-        ValueError: if seconds of an attached optimizer's updates are missing, or there are some
-            without one.
     """
     for unit, of_unit in zip(units, seconds, strict=True):
         group = unit.settings.reshard_group
@@ -313,10 +299,6 @@ def resolve_links(
     """Return the link between ranks that shard the model, and the link between replicas.
 
     The second one is None without replicas. Arguments come before typical links.
-
-    Raises:
-        ValueError: if an argument is neither a link nor the name of a preset, or if a link has no
-            figures for so many ranks.
     """
     within, between = _link(link, "link"), _link(replica_link, "replica_link")
     shards, replicas = target.ranks.shards, target.ranks.replicas
@@ -350,11 +332,7 @@ def _link(asked: Link | str | None, name: str) -> Link | None:
 def seconds_of_units(
     compute: Mapping[str, Sequence[float]], names: Sequence[str]
 ) -> list[UnitSeconds]:
-    """Return the seconds of each unit; the default of the root's forward and backward is 0.
-
-    Raises:
-        ValueError: if a name is unknown, or a unit below the root is missing.
-    """
+    """Return the seconds of each unit; the default of the root's forward and backward is 0."""
     unknown = sorted(set(compute) - set(names))
     missing = [name for name in names[1:] if name not in compute]
     if unknown:

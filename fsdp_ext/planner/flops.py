@@ -34,10 +34,6 @@ def count_flops(
         batch: what one rank calls it with: a tensor, a tuple of arguments, or a mapping of
             keywords. Only shapes and dtypes of tensors matter.
         units: the names of each unit's modules. The root module's name is empty.
-
-    Raises:
-        ValueError: if the model does not run on the meta device, or returns nothing that requires a
-            gradient.
     """
     from torch.utils.flop_counter import FlopCounterMode  # a slow import that few plans need
 

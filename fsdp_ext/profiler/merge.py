@@ -40,11 +40,7 @@ class Clocks:
 
 
 def compare_clocks(iterations: Sequence[Iteration], unit: Unit) -> Clocks:
-    """Compare the ranks' clocks and iterations. All ranks of ``unit``'s mesh call this.
-
-    Raises:
-        RuntimeError: if no iteration was recorded on all ranks.
-    """
+    """Compare the ranks' clocks and iterations. All ranks of ``unit``'s mesh call this."""
     host = machine()  # all processes of one boot of one machine share a clock
     counts: _Counts = {
         one.number: tuple(len(one.of(work)) for work in COLLECTIVES) for one in iterations

@@ -18,12 +18,7 @@ from fsdp_ext.verifier.subject import Subject
 
 
 def check_model(model: Any) -> None:
-    """Check that ``verify`` can copy and shard the model.
-
-    Raises:
-        TypeError: if it is no module.
-        ValueError: if it is sharded, or parameters are on meta or DTensors.
-    """
+    """Check that ``verify`` can copy and shard the model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"verify got a {type(model).__name__}. Pass an nn.Module.")
     name = type(model).__name__
@@ -51,12 +46,7 @@ def check_model(model: Any) -> None:
 
 
 def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
-    """Return how many ranks check the model.
-
-    Raises:
-        ValueError: if it is no positive number, or not that of the process group, or the model is
-            on a GPU and there is no process group.
-    """
+    """Return how many ranks check the model."""
     if ranks is not None and not is_at_least(ranks, 1, MOST_RANKS):
         raise ValueError(f"verify got ranks={ranks!r}. Pass a positive whole number; 2 is usual.")
     if dist.is_available() and dist.is_initialized():
@@ -89,11 +79,7 @@ def names_of_units(model: nn.Module, units: Units | None) -> tuple[str, ...]:
 
 
 def check_copy(subject: Subject) -> None:
-    """Check that the model can be copied.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Check that the model can be copied."""
     try:
         with torch.no_grad():
             subject.plain()

@@ -219,11 +219,7 @@ def _state_of(model: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 
 def check_same_parameters(site: Site) -> None:
-    """Check that all ranks have the same model, as ``fully_shard`` expects.
-
-    Raises:
-        ValueError: if names, shapes, dtypes or values differ.
-    """
+    """Check that all ranks have the same model, as ``fully_shard`` expects."""
     comparison = Comparison()
     params = dict(site.subject.model.named_parameters())
     kinds = exchange([(n, tuple(p.shape), str(p.dtype)) for n, p in params.items()])

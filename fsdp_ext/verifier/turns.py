@@ -60,9 +60,6 @@ class Turns:
             rank: the calling rank.
             what: the ranks' action, for the message if their actions differ.
             value: this rank's value. Others read it until the next meeting.
-
-        Raises:
-            RuntimeError: if the ranks meet for different things, or one has ended.
         """
         with self._changed:
             self._offers[rank] = (what, value)

@@ -39,11 +39,7 @@ _MOST_BUCKETS = 2**16
 
 
 def ensure_process_group() -> None:
-    """Make the process group that the environment describes if there is none, as FSDP2 does.
-
-    Raises:
-        ValueError: if the environment describes no process group.
-    """
+    """Make the process group that the environment describes if there is none, as FSDP2 does."""
     if not dist.is_available() or dist.is_initialized():
         return
     try:
@@ -57,13 +53,7 @@ def ensure_process_group() -> None:
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
-
-    Raises:
-        RuntimeError: if there is no process group.
-        ValueError: if the mesh has more than two dimensions, rows in different orders, or devices
-            that this build does not support, or if this rank is not in it.
-    """
+    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs an initialised process group, and there is none. Call "
@@ -208,10 +198,6 @@ def check_dtypes(argument: str, policy: object, *, cast: str) -> None:
         argument: the name of the user's argument.
         policy: the policy.
         cast: the name of its dtype that tensors are only cast to.
-
-    Raises:
-        TypeError: if one is no dtype.
-        ValueError: if one cannot be used.
     """
     for name in (*_USES, cast):
         dtype = getattr(policy, name)
@@ -235,12 +221,7 @@ def check_dtypes(argument: str, policy: object, *, cast: str) -> None:
 
 
 def resolve_offload(policy: object, device_type: str) -> bool:
-    """Return whether the shards of GPUs are on the host. The shards of CPUs are there anyway.
-
-    Raises:
-        TypeError: if ``policy`` is no OffloadPolicy.
-        NotImplementedError: if the host's memory should not be pinned.
-    """
+    """Return whether the shards of GPUs are on the host. The shards of CPUs are there anyway."""
     if policy is not None and not isinstance(policy, OffloadPolicy):
         raise TypeError(
             f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "

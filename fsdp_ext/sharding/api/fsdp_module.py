@@ -608,11 +608,7 @@ def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_classes(modules: Iterable[nn.Module]) -> None:
-    """Give modules their new classes: all of them, or none if one cannot have it.
-
-    Raises:
-        TypeError: if Python cannot make a subclass, or cannot change the class of an object.
-    """
+    """Give modules their new classes: all of them, or none if one cannot have it."""
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for module in modules:

@@ -35,11 +35,7 @@ class OwnRows:
 
     @staticmethod
     def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
-        """Return this rank's rows of a parameter.
-
-        Raises:
-            NotImplementedError: if it is not contiguous, or if its rows are of another class.
-        """
+        """Return this rank's rows of a parameter."""
         if not part.is_contiguous():
             raise NotImplementedError(
                 f"parameter '{name}' is a {type(part).__name__} that is not contiguous: shape "

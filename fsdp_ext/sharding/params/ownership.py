@@ -74,11 +74,7 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
 
 
 def is_extension(name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's class says how it is gathered: Note [tensor extensions].
-
-    Raises:
-        MisuseError: if it has only one of the two methods.
-    """
+    """Return whether a tensor's class says how it is gathered: Note [tensor extensions]."""
     methods = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
     found = [method for method in methods if hasattr(tensor, method)]
     if len(found) == 1:
@@ -201,10 +197,6 @@ def check_grad_dtype(name: str, param: nn.Parameter, *, is_extension: bool = Fal
         name: its name, for messages.
         param: the parameter, sharded or not.
         is_extension: whether its class says how it is gathered.
-
-    Raises:
-        ValueError: if that is no floating-point dtype of two bytes or more.
-        NotImplementedError: if ``is_extension``.
     """
     dtype = own_grad_dtype(param)
     if dtype is None:

@@ -65,10 +65,6 @@ def keeps_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) ->
         policy: the unit's policy. PyTorch's has that function since 2.15.
         name: the parameter's name, for messages.
         param: the parameter before it is sharded.
-
-    Raises:
-        ValueError: if the function returns something else than None, ``param_dtype`` or the
-            parameter's dtype.
     """
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(param)
@@ -163,9 +159,6 @@ class ParamGroup:
             params: the parameters.
             most: the size of the largest message, summed over all ranks.
             training: whether reductions are checked, too, and not only gathers.
-
-        Raises:
-            ValueError: if it has no room.
         """
         if self.world_size == 1:
             return

@@ -24,13 +24,7 @@ class SpmdMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, dims: Any) -> SpmdMesh:
-        """Return ``mesh`` with the dimensions that PyTorch's ``DataParallelMeshDims`` name.
-
-        Raises:
-            TypeError: if ``dims`` is something else.
-            ValueError: if there is no mesh, or if it does not have these dimensions.
-            NotImplementedError: if no dimension shards.
-        """
+        """Return ``mesh`` with the dimensions that PyTorch's ``DataParallelMeshDims`` name."""
         if not (hasattr(dims, "shard_names") and hasattr(dims, "replicate_names")):
             raise TypeError(
                 f"dp_mesh_dims is {dims!r} but must be a DataParallelMeshDims or None. Pass "

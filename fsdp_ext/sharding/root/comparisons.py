@@ -16,11 +16,7 @@ from fsdp_ext.sharding.root.unit import Unit
 def compare_groups(
     lanes: _C.Lanes, units: Sequence[Unit], module_names: Sequence[Sequence[str]]
 ) -> None:
-    """Check that ranks agree on meshes and smaller groups, which they are about to join.
-
-    Raises:
-        ValueError: if a unit has meshes or groups of different sizes on different ranks.
-    """
+    """Check that ranks agree on meshes and smaller groups, which they are about to join."""
     mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
     said = texts_if_different(lanes, mine)
     if said is None:
@@ -59,9 +55,6 @@ def compare_shard_groups(
         replicas: the ranks that have the same rows, one of each shard group.
         transport: the name of what this shard group's gathers travel by.
         settings: the root's.
-
-    Raises:
-        ValueError: if they have other transports or other settings.
     """
     mine = (transport, settings)
     of_groups: list[Any] = [None] * replicas.size()

@@ -24,13 +24,7 @@ def refuse_several_meshes(units: Sequence[Unit], caller: str) -> None:
 
 
 def check_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
-    """Check that a model may have the meshes of its units, the root's first. Nothing is sent.
-
-    Raises:
-        NotImplementedError: if there are several meshes, and one of them has other replicas than
-            the root's, is of another kind of devices, has ranks that the root's has not, is
-            simulated, or is resharded to a smaller group.
-    """
+    """Check that a model may have the meshes of its units, the root's first. Nothing is sent."""
     root = units[0]
     if len(_meshes_of(units)) == 1:
         return

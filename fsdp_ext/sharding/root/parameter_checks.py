@@ -12,12 +12,7 @@ from fsdp_ext.sharding.root.unit import Unit
 
 
 def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Check that the modules under ``root`` have the parameters that the units have.
-
-    Raises:
-        RuntimeError: if a trainable parameter is in no unit.
-        ValueError: if a parameter was tied to one of another unit.
-    """
+    """Check that the modules under ``root`` have the parameters that the units have."""
     owners = {param.sharded: unit for unit in units for param in unit.params}
     units_of = {attribute: unit for unit in units for attribute in unit.attributes()}
     ignored = {attribute for unit in units for attribute in unit.ignored}

@@ -23,9 +23,6 @@ def preparing(units: Iterable[ParamGroup]) -> Iterator[None]:
 
     Args:
         units: all units of the model.
-
-    Raises:
-        RuntimeError: if another thread is preparing one of them.
     """
     mine = threading.current_thread()
     with _lock:

@@ -354,9 +354,6 @@ class Root(UnitTree):
         """Return the runner of the user's collective, shared by units, and keep it with the unit.
 
         Queued work keeps replaced objects alive.
-
-        Raises:
-            NotImplementedError: without other ranks, and for gathers of smaller groups.
         """
         comm = getattr(unit.settings, setting)
         before = unit.collectives.pop(setting, None)
@@ -500,10 +497,6 @@ def running_root(model: nn.Module, caller: str) -> Root:
     Args:
         model: a sharded module, or FSDP1's wrapper of one.
         caller: name of the public function, for messages.
-
-    Raises:
-        TypeError: if ``fully_shard`` was not applied to ``model``.
-        RuntimeError: before the first forward.
     """
     unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
     if unit is None:

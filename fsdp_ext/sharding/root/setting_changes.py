@@ -60,12 +60,7 @@ def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) ->
 
 
 def sharded_units(modules: Iterable[object], caller: str) -> list[Unit]:
-    """Return the units of modules that a user has passed to ``caller``.
-
-    Raises:
-        TypeError: if ``modules`` is no collection.
-        ValueError: if one is not sharded.
-    """
+    """Return the units of modules that a user has passed to ``caller``."""
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         raise TypeError(f"{caller} got {modules!r}. Pass a list of sharded modules.")
     units: list[Unit] = []

@@ -138,9 +138,6 @@ class StepChecks:
             numbers: this rank's hashes of each unit.
             names: the units' names.
             all_gather: exchanges messages.
-
-        Raises:
-            RuntimeError: if a rank's memory differs from that of others.
         """
         mine = array("q", [number for unit in numbers for number in unit]).tobytes()
         messages = all_gather(_COMPARISON, mine)
@@ -174,11 +171,7 @@ def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
 
 
 def agree(check_every: int | None, ranks: MeshRanks, all_gather: AllGather) -> None:
-    """Check that all ranks have the same ``check_every``.
-
-    Raises:
-        ValueError: if they have different values. The message names two values.
-    """
+    """Check that all ranks have the same ``check_every``."""
     mine = array("q", [check_every or 0]).tobytes()
     of_ranks = all_gather(_AGREEMENT, mine)
     for rank, theirs in enumerate(of_ranks):

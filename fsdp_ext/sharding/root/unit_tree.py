@@ -38,11 +38,7 @@ class UnitTree:
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
 
     def number(self, unit: ParamGroup) -> int:
-        """Return the unit's place in order of registration.
-
-        Raises:
-            ValueError: if the unit is not under the root module.
-        """
+        """Return the unit's place in order of registration."""
         if unit not in self._numbers:
             raise ValueError(
                 f"unit '{unit.name}' is not in {type(self.module).__name__}, the root module. Pass "
