@@ -32,9 +32,9 @@ class FailureBoard {
   // `store` is that of one of the lanes' groups; it may be null.
   explicit FailureBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  // Tells the other ranks that this rank failed in `what`. Returns, in sentences, their
-  // collectives, and the ranks that do not answer. Waits a moment for ranks that fail a little
-  // later.
+  // Tells the other ranks that this rank failed in `what`. Returns sentences that name the other
+  // ranks' collectives and the ranks that did not answer. Waits a moment for ranks that fail a
+  // little later.
   std::string exchange(const std::string& what, const GroupMembers& members) const;
 
   // Only tells them.

@@ -13,5 +13,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `import ecos
 if packages := os.environ.get("FSDP_EXT_TEST_PACKAGES"):
     sys.path.append(packages)
 
-# `make test` is without them, and does not collect these files.
+# The environment of `make test` lacks these packages, so it does not collect these files.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]

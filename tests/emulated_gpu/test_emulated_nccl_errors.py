@@ -222,7 +222,7 @@ def _settings() -> None:
     assert begin(nccl.config(), rank=1) == nccl.INVALID_ARGUMENT
     for fields in ({"blocking": 2}, {"minCTAs": 4}, {"minCTAs": 4, "maxCTAs": 2}, {"CTAPolicy": 5}):
         assert begin(nccl.config(**fields)) == nccl.INVALID_ARGUMENT, fields
-    # A caller of an older version does not mean fields that it does not have.
+    # NCCL ignores fields that are newer than the version that the caller states.
     older = nccl.config(CTAPolicy=5)
     older.version = 22600
     assert begin(older) == nccl.SUCCESS

@@ -117,7 +117,7 @@ PinnedUses begin_copy(void* to, const void* from, std::size_t bytes) {
       continue;
     }
     auto use = std::make_shared<PinnedUse>(PinnedUse{begin, end, nullptr, {}, {}, {}});
-    // Where earlier work is in flight, what is there may change, and must not be changed here.
+    // If earlier work on this memory is in flight, it may change the contents, and this must not.
     const bool is_free = !has_host_function && has_host_waited_for(address, bytes) &&
                          std::none_of(uses().all.begin(), uses().all.end(), [&](const auto& other) {
                            return other->overlaps(begin, end);
