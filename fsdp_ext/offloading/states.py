@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext import _C
-from fsdp_ext.offloading.copy_streams import CopyStreams
 from fsdp_ext.offloading.portion import Portion, is_offloaded
 from fsdp_ext.sharding.root.unit import Unit, owners_of
 
@@ -46,7 +45,7 @@ class OffloadedStates:
     def __init__(self, optimizer: Optimizer, units: list[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._streams = CopyStreams(device)
+        self._streams = _CopyStreams(device)
         self._portions: list[Portion] = []
         self._params: list[list[nn.Parameter]] = []  # as the portions have them
         self._staging: list[torch.Tensor] = []
@@ -199,6 +198,53 @@ class OffloadedStates:
                     values[name] = loaded
         for portion in self._sharded():
             portion.settle(optimizer.state)
+
+
+class _CopyStreams:
+    """The streams that copy states. Each function's docstring names the work that it waits for.
+
+    On the host, where tests run this, copies are done when they are issued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        # Not on the current device, which may be another one.
+        self._in = self._module.Stream(device)
+        self._back = self._module.Stream(device)
+
+    def copy_in(self, portion: Portion) -> None:
+        """Copy states to the device, once earlier ones have left the staging tensor."""
+        self._in.wait_stream(self._back)
+        with self._module.stream(self._in):
+            portion.device.copy_(portion.host, non_blocking=True)
+
+    def wait_for_copy_in(self) -> None:
+        """Let the current stream wait for the copies to the device so far."""
+        self._module.current_stream(self._device).wait_stream(self._in)
+
+    def copy_back(self, portion: Portion) -> None:
+        """Copy states to the host, once the current stream has stepped them."""
+        self._back.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._back):
+            portion.host.copy_(portion.device, non_blocking=True)
+
+    def wait_on_host(self) -> None:
+        """Block until all states are back, because the user may read them next."""
+        if self._device.type != "cpu":
+            self._in.synchronize()
+            self._back.synchronize()
+
+    def take_over(self) -> None:
+        """Let copies wait for earlier work that used the memory of the new staging tensors."""
+        self._in.wait_stream(self._module.current_stream(self._device))
+
+    def check_not_captured(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an optimizer whose states are offloaded cannot be captured in a CUDA graph, since "
+                "the host waits for its copies. Call step() outside of the graph."
+            )
 
 
 def params_by_group(optimizer: Optimizer) -> list[list[nn.Parameter]]:

@@ -121,7 +121,7 @@ EDITS = (
     *(
         Edit(
             f"{name} does not wait",
-            "fsdp_ext/offloading/copy_streams.py",
+            "fsdp_ext/offloading/states.py",
             old,
             "pass",
             tests=(f"{STREAMS}test_offloaded_states_are_stepped_as_others",),

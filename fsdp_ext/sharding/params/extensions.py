@@ -40,8 +40,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.tracing import hidden_from_dynamo
 from fsdp_ext.sharding.params.dtensors import contiguous_stride
 from fsdp_ext.sharding.params.entries import Entry, GatherInput, ShardedParam
 from fsdp_ext.sharding.params.ownership import mark_unsharded

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_ext import _C
-from fsdp_ext._util.dynamo import untraced
+from fsdp_ext._util.tracing import untraced
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

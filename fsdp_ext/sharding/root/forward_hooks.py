@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ext import _C
-from fsdp_ext._util.dynamo import expect_graph_breaks, hidden_from_dynamo
+from fsdp_ext._util.tracing import expect_graph_breaks, hidden_from_dynamo
 from fsdp_ext.sharding.root.unit import Unit
 
 

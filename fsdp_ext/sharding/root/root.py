@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_ext import _C
-from fsdp_ext._util.dynamo import hidden_from_dynamo
 from fsdp_ext._util.errors import UnsupportedError
-from fsdp_ext._util.transforms import outside_of_transforms
+from fsdp_ext._util.tracing import hidden_from_dynamo, outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated

@@ -1,4 +1,4 @@
-"""Keeps ``torch.compile`` out of functions that it should not trace."""
+"""Keeps ``torch.compile`` and ``torch.func`` out of functions that they should not trace."""
 
 from __future__ import annotations
 
@@ -51,3 +51,21 @@ def expect_graph_breaks(function_names: str) -> None:
     warnings.filterwarnings(
         "ignore", rf"Dynamo does not know how to trace the builtin `[^`]*\.({function_names})\."
     )
+
+
+def outside_of_transforms(function: Function) -> Function:
+    """Return ``function``, run outside of all transforms that are active, such as ``grad``.
+
+    Inside of them, operators return wrappers of tensors, which have no storage.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(Function, outside)
