@@ -38,9 +38,8 @@ from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from bench.models.training import GPT, Block, GPTConfig
 from fsdp_ext import fully_shard
-from fsdp_ext.comm.fit import fit
 from fsdp_ext.comm.lanes import lanes_of
-from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.link import Link, fit
 from fsdp_ext.comm.measure_link import OPERATIONS
 from fsdp_ext.comm.measure_link import measure as measure_link
 from fsdp_ext.profiler.recording import Iteration, copy_rates, wire_seconds

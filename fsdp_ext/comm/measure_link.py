@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ext import _C, _build_info
-from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.lanes import lanes_of
-from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.link import Fit, Link, Sample, fit
 from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
 
 OPERATIONS = ("all_gather", "reduce_scatter")

@@ -17,8 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fsdp_ext.comm.costs import typical_link, typical_replica_link
-from fsdp_ext.comm.fit import Sample, fit
-from fsdp_ext.comm.link import Link
+from fsdp_ext.comm.link import Link, Sample, fit
 from fsdp_ext.planner.times import StepCosts, UnitSeconds
 from fsdp_ext.profiler.api import profile
 from fsdp_ext.profiler.recording import (

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.__main__ import main
-from fsdp_ext.comm.fit import Fit, Sample, fit
 from fsdp_ext.comm.lanes import lanes_of
-from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS
+from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS, Fit, Sample, fit
 from fsdp_ext.comm.measure_link import SIZES, report
 
 # The directory of the fsdp_ext under test: `python -m` looks in the current directory first.
