@@ -15,9 +15,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from fsdp_ext._util.numbers import as_bool, is_real, scalar_of
 from fsdp_ext.sharding.api.handles import GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.api.refused_methods import override_rest
+from fsdp_ext.sharding.params.flat_parameter import flat_tensors
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, check_comm
 from fsdp_ext.sharding.root.empty_forward import join_empty
-from fsdp_ext.sharding.root.flat_tensors import flat_tensors
 from fsdp_ext.sharding.root.module_state import refuse_copy, unit_of, units_below, units_of
 from fsdp_ext.sharding.root.root import ensure_root
 from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collectives, targets_of
