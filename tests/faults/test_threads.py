@@ -14,7 +14,7 @@ from support.models import DIM, ROWS, Recomputed, Stack
 from support.parity import SYSTEM, Case, Record, Sharded, assert_same, load_system
 from torch import Tensor
 
-from fsdp_ext.sharding.params import module_changes
+from fsdp_ext.sharding.root import module_changes
 from fsdp_ext.sharding.root import root as root_module
 
 CHECKPOINTED = functools.partial(Recomputed, inside=True, around=True, use_reentrant=True)

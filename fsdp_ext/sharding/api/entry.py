@@ -33,11 +33,10 @@ from fsdp_ext.sharding.api.arguments import (
     resolve_reshard,
 )
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule, set_classes
-from fsdp_ext.sharding.params import module_changes
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.spmd import SpmdMesh
-from fsdp_ext.sharding.root import optimizer_hooks
+from fsdp_ext.sharding.root import module_changes, optimizer_hooks
 from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.root.module_state import (
     ModuleState,

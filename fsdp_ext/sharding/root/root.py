@@ -16,7 +16,7 @@ from fsdp_ext._util.tracing import hidden_from_dynamo, outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
 from fsdp_ext.comm.simulated import Simulated
-from fsdp_ext.sharding.params import module_changes, unreduced
+from fsdp_ext.sharding.params import unreduced
 from fsdp_ext.sharding.params.checked_optimizers import check_again
 from fsdp_ext.sharding.params.entries import Entry
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
@@ -24,6 +24,7 @@ from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.pending import PendingGradients
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
+from fsdp_ext.sharding.root import module_changes
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.auto import chosen_for
 from fsdp_ext.sharding.root.comparisons import compare_groups, compare_shard_groups
@@ -35,7 +36,6 @@ from fsdp_ext.sharding.root.module_state import (
     units_below,
     units_of,
 )
-from fsdp_ext.sharding.root.parameter_checks import check_parameters
 from fsdp_ext.sharding.root.preparing import preparing
 from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecks, agree
 from fsdp_ext.sharding.root.unit import Unit
@@ -157,7 +157,7 @@ class Root(UnitTree):
         )
         if self._needs_order_check and not self.is_provisional:
             agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
-        check_parameters(self.module, self.units)
+        module_changes.check_parameters(self.module, self.units)
         module_changes.watch(self.module.modules())
         watch_optimizers_in_backward()
         names = {param: name for name, param in self.module.named_parameters()}
@@ -239,7 +239,7 @@ class Root(UnitTree):
         if self.impl.needs_new_units() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, or given an optimizer, perhaps in another model
-            check_parameters(self.module, self.units)
+            module_changes.check_parameters(self.module, self.units)
             for each in self.units:
                 each.let_optimizers_step()
             module_changes.watch(self.module.modules())
