@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import _Policy
 
 from fsdp_ext._util.numbers import as_bool
+from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.fsdp1.casts import map_floating, run_in_float32
 from fsdp_ext.fsdp1.groups import Groups, resolve_group, strategy_on
 from fsdp_ext.fsdp1.setup import (
@@ -66,12 +67,18 @@ from fsdp_ext.fsdp1.torchs_methods import refuse_torchs_methods
 from fsdp_ext.fsdp1.views import WrapperViews, flatten_unit, mark_flattened
 from fsdp_ext.optim.clip import Limits, clip
 from fsdp_ext.optim.norms import NormRanks
-from fsdp_ext.sharding.api.arguments import check_modules
-from fsdp_ext.sharding.api.entry import make_units
+from fsdp_ext.sharding.api.arguments import (
+    check_modules,
+    check_numbers,
+    resolve_mesh,
+    resolve_offload,
+)
+from fsdp_ext.sharding.api.entry import install, make_units
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.params.ranks import Ranks
+from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.user_hooks import CommunicationHook
 from fsdp_ext.sharding.root.module_state import (
     ModuleState,
@@ -254,28 +261,27 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     ) -> None:
         """Make the unit of ``module``. Its parameters get what users gave to ``originals``."""
         precision = self.mixed_precision
-        make_units(
-            [module],
-            mesh=mesh,
+        mesh = resolve_mesh(mesh)
+        check_numbers(check_every=check_every)
+        offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else None
+        settings = UnitSettings(
             reshard_after_forward=RESHARD_AFTER_FORWARD[self.sharding_strategy],
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype or precision.param_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             ),
-            offload_policy=CPUOffloadPolicy() if self.cpu_offload.offload_params else None,
-            ignored_params=self._ignored_params,
+            transport=resolve_transport(None, mesh.device_type),
             check_every=check_every,
-            sets_classes=False,
-        )
-        convert_shards(module)
-        set_state(self, ModuleState(module))
-        unit = self._fsdp_ext_unit
-        unit.change(
+            offloads=resolve_offload(offload, mesh.device_type),
             keep_low_precision_grads=precision.keep_low_precision_grads,
             shows_accumulated=True,
             calls_setattr=os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1",
         )
+        install(make_units([module], Ranks(mesh), settings, self._ignored_params))
+        convert_shards(module)
+        set_state(self, ModuleState(module))
+        unit = self._fsdp_ext_unit
         if not self._use_orig_params:
             flatten_unit(unit)
         mark_flattened(unit)

@@ -153,10 +153,11 @@ def plan(
         copied = units_of_plain(model, units, ranks, settings)
     else:
         copied = units_of_sharded(model, ranks)
+    of_sharding.check_numbers(bucket_bytes, max_message_bytes, prefetch)
     overrides = {
-        "bucket_bytes": of_sharding.resolve_bucket_bytes(bucket_bytes),
-        "prefetch": of_sharding.resolve_prefetch(prefetch),
-        "max_message_bytes": of_sharding.resolve_max_message_bytes(max_message_bytes),
+        "bucket_bytes": bucket_bytes,
+        "prefetch": prefetch,
+        "max_message_bytes": max_message_bytes,
         "keep_gather_inputs": of_sharding.resolve_keep_gather_inputs("plan", keep_gather_inputs),
     }
     typical = link_of_buckets(target.transports, target.asked, ranks.shards, ranks.replicas)

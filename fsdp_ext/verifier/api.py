@@ -117,9 +117,7 @@ def verify(
     of_sharding.check_policy(mp_policy)
     of_sharding.reshard_over(reshard_after_forward, size)
     resolve_transport(transport, "cpu" if mesh is None else mesh.device_type)
-    of_sharding.resolve_bucket_bytes(bucket_bytes)
-    of_sharding.resolve_max_message_bytes(max_message_bytes)
-    of_sharding.resolve_prefetch(prefetch)
+    of_sharding.check_numbers(bucket_bytes, max_message_bytes, prefetch)
     settings = {
         "mp_policy": mp_policy,
         "reshard_after_forward": reshard_after_forward,

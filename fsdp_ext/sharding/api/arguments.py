@@ -441,46 +441,35 @@ def resolve_reshard(value: bool | int | None, on_mesh: ParamsOnMesh) -> bool | i
     return value
 
 
-def resolve_bucket_bytes(value: int | Auto | None) -> int | Auto | None:
-    """Return ``bucket_bytes`` unchanged, or raise ValueError."""
-    if value is None or value == AUTO or is_at_least(value, 0):
-        return value
-    raise ValueError(
-        f"bucket_bytes is {value!r}. Pass a number of bytes below 2**63 (0 sends each unit by "
-        "itself), 'auto' or None."
-    )
-
-
-def resolve_prefetch(value: int | Auto | None) -> int | Auto | None:
-    """Return ``prefetch`` unchanged, or raise ValueError."""
-    if value is None or value == AUTO or is_at_least(value, 0, _MOST_BUCKETS):
-        return value
-    raise ValueError(
-        f"prefetch is {value!r}. Pass a number of buckets up to {_MOST_BUCKETS} (1 is usual, 0 "
-        "turns it off), 'auto' or None."
-    )
-
-
-def resolve_max_message_bytes(value: int | None) -> int | None:
-    """Return ``max_message_bytes`` unchanged, or raise ValueError."""
-    if value is None or is_at_least(value, 1):
-        return value
-    raise ValueError(
-        f"max_message_bytes is {value!r}. Pass a positive number of bytes below 2**63, or None for "
-        "the default."
-    )
+def check_numbers(
+    bucket_bytes: int | Auto | None = None,
+    max_message_bytes: int | None = None,
+    prefetch: int | Auto | None = None,
+    check_every: int | None = None,
+) -> None:
+    """Raise ValueError for one of these arguments of ``fully_shard`` that is out of its range."""
+    if not (bucket_bytes is None or bucket_bytes == AUTO or is_at_least(bucket_bytes, 0)):
+        raise ValueError(
+            f"bucket_bytes is {bucket_bytes!r}. Pass a number of bytes below 2**63 (0 sends each "
+            "unit by itself), 'auto' or None."
+        )
+    if not (max_message_bytes is None or is_at_least(max_message_bytes, 1)):
+        raise ValueError(
+            f"max_message_bytes is {max_message_bytes!r}. Pass a positive number of bytes below "
+            "2**63, or None for the default."
+        )
+    if not (prefetch is None or prefetch == AUTO or is_at_least(prefetch, 0, _MOST_BUCKETS)):
+        raise ValueError(
+            f"prefetch is {prefetch!r}. Pass a number of buckets up to {_MOST_BUCKETS} (1 is "
+            "usual, 0 turns it off), 'auto' or None."
+        )
+    if not (check_every is None or is_at_least(check_every, 1)):
+        raise ValueError(
+            f"check_every is {check_every!r}. Pass a number of steps below 2**63 (100 is usual, 1 "
+            "checks every step), or None for no checks."
+        )
 
 
 def resolve_keep_gather_inputs(caller: str, value: bool | None) -> bool | None:
     """Return ``keep_gather_inputs`` of ``caller`` as a bool or None, or raise TypeError."""
     return None if value is None else as_bool(caller, "keep_gather_inputs", value)
-
-
-def resolve_check_every(value: int | None) -> int | None:
-    """Return ``check_every`` unchanged, or raise ValueError."""
-    if value is None or is_at_least(value, 1):
-        return value
-    raise ValueError(
-        f"check_every is {value!r}. Pass a number of steps below 2**63 (100 is usual, 1 checks "
-        "every step), or None for no checks."
-    )

@@ -20,16 +20,13 @@ from fsdp_ext.sharding.api.arguments import (
     ParamsOnMesh,
     check_containers,
     check_modules,
+    check_numbers,
     check_types,
     ensure_process_group,
-    resolve_bucket_bytes,
-    resolve_check_every,
     resolve_keep_gather_inputs,
-    resolve_max_message_bytes,
     resolve_mesh,
     resolve_offload,
     resolve_placements,
-    resolve_prefetch,
     resolve_reshard,
 )
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule, set_classes
@@ -195,49 +192,6 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     check_containers(modules)
-    make_units(
-        modules,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-        transport=transport,
-        bucket_bytes=bucket_bytes,
-        max_message_bytes=max_message_bytes,
-        prefetch=prefetch,
-        keep_gather_inputs=keep_gather_inputs,
-        check_every=check_every,
-        sets_classes=True,
-    )
-    return cast("FSDPModule | list[FSDPModule]", module)
-
-
-def make_units(
-    modules: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
-    transport: str | Simulated | None = None,
-    bucket_bytes: int | Literal["auto"] | None = None,
-    max_message_bytes: int | None = None,
-    prefetch: int | Literal["auto"] | None = None,
-    keep_gather_inputs: bool | None = None,
-    check_every: int | None = None,
-    sets_classes: bool,
-) -> None:
-    """Do the work of :func:`fully_shard`, for modules that need not have a forward.
-
-    Args:
-        sets_classes: whether the modules get classes with the methods of ``FSDPModule``.
-    """
     check_types(mesh, mp_policy, ignored_params, shard_placement_fn)
     check_modules(modules)
     if isinstance(transport, Simulated):
@@ -246,49 +200,62 @@ def make_units(
         ensure_process_group()
     spmd = None if dp_mesh_dims is None else SpmdMesh.of(mesh, dp_mesh_dims)
     mesh = resolve_mesh(mesh if spmd is None else spmd.data_parallel_mesh())
-    offloads = resolve_offload(offload_policy, mesh.device_type)
-    transport = resolve_transport(transport, mesh.device_type)
-    ranks = Ranks(mesh, spmd)
+    check_numbers(bucket_bytes, max_message_bytes, prefetch, check_every)
     settings = UnitSettings(
         mp_policy=mp_policy,
-        transport=transport,
-        bucket_bytes=resolve_bucket_bytes(bucket_bytes),
-        max_message_bytes=resolve_max_message_bytes(max_message_bytes),
-        prefetch=resolve_prefetch(prefetch),
-        offloads=offloads,
+        reshard_after_forward=reshard_after_forward,
+        transport=resolve_transport(transport, mesh.device_type),
+        bucket_bytes=bucket_bytes,
+        max_message_bytes=max_message_bytes,
+        prefetch=prefetch,
         keep_gather_inputs=resolve_keep_gather_inputs("fully_shard", keep_gather_inputs),
-        check_every=resolve_check_every(check_every),
+        check_every=check_every,
+        offloads=resolve_offload(offload_policy, mesh.device_type),
     )
+    units = make_units(modules, Ranks(mesh, spmd), settings, ignored_params, shard_placement_fn)
+    set_classes(modules)
+    install(units)
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def make_units(
+    modules: list[nn.Module],
+    ranks: Ranks,
+    settings: UnitSettings,
+    ignored_params: set[nn.Parameter] | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+) -> list[Unit]:
+    """Return the units of one call of :func:`fully_shard`, one for each mesh of parameters.
+
+    The modules keep their parameters until :func:`install`, so an error leaves them as they were.
+    """
     ignored = set(ignored_params or ()) | replicated_params(modules)
     placed = resolve_placements(shard_placement_fn, managed_params(modules, ignored), ranks)
-    units = [_unit_on_mesh(modules, on_mesh, reshard_after_forward, settings) for on_mesh in placed]
+    units = [_unit_on_mesh(modules, on_mesh, settings) for on_mesh in placed]
+    units[0].ignored = attributes_of(modules, ignored)
+    _move_buffers(modules, units[0].device)
+    return units
+
+
+def install(units: list[Unit]) -> None:
+    """Give the modules of new units the sharded parameters, and their forward its hooks."""
     first = units[0]
-    first.ignored = attributes_of(modules, ignored)
-    _move_buffers(modules, first.device)
-    if sets_classes:
-        set_classes(modules)
-    # An error before this line leaves the modules as they were.
     for unit in units:
         unit.take_parameters()
         state_dict_hooks.install(unit)
-    _mark_for_dynamo(modules)
-    for index, submodule in enumerate(modules):
+    _mark_for_dynamo(first.modules)
+    for index, module in enumerate(first.modules):
         hooks = ForwardHooks(first, index, prepare_forward)
-        set_state(submodule, ModuleState(submodule, tuple(units), hooks))
+        set_state(module, ModuleState(module, tuple(units), hooks))
     torch_state.register(first)
     optimizer_hooks.watch_optimizers()
     module_changes.install()
 
 
-def _unit_on_mesh(
-    modules: list[nn.Module],
-    on_mesh: ParamsOnMesh,
-    reshard_after_forward: bool | int | None,
-    settings: UnitSettings,
-) -> Unit:
+def _unit_on_mesh(modules: list[nn.Module], on_mesh: ParamsOnMesh, settings: UnitSettings) -> Unit:
     """Return the unit of a call's parameters on one mesh. The modules are not changed yet."""
     ranks = on_mesh.ranks
-    reshards = resolve_reshard(reshard_after_forward, on_mesh)
+    reshards = resolve_reshard(settings.reshard_after_forward, on_mesh)
     settings = dataclasses.replace(settings, reshard_after_forward=reshards)
     if isinstance(settings.transport, Simulated):
         settings.transport.check_mesh(ranks.world_size, ranks.rank_in_mesh, ranks.replicas)
