@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
     StateDictSettings,
-    StateDictType,
 )
 from torch.distributed.fsdp._common_utils import (
     FSDP_FLATTENED,
@@ -77,20 +74,12 @@ class FlatParamView(_View):
         names = (prefixes[module] + name for module, name in attributes)
         return tuple(map(without_checkpointing, names))
 
-    @property
-    def _params(self) -> list[nn.Parameter]:
-        """The sharded parameters."""
-        return [param.sharded for param in self._unit.params]
-
-    @property
-    def _shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the whole parameters."""
-        return tuple(param.shape for param in self._unit.params)
-
-    @property
-    def _numels(self) -> tuple[int, ...]:
-        """Numbers of elements of the whole parameters."""
-        return tuple(shape.numel() for shape in self._shapes)
+    _params = property(lambda self: [param.sharded for param in self._unit.params])
+    # Of the whole parameters.
+    _shapes = property(lambda self: tuple(param.shape for param in self._unit.params))
+    _numels = property(lambda self: tuple(shape.numel() for shape in self._shapes))
+    device = property(lambda self: self._unit.flat_shard.device)
+    requires_grad = property(lambda self: any(param.requires_grad for param in self._unit.params))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,16 +92,6 @@ class FlatParamView(_View):
                 "by one."
             )
         return dtypes.pop()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards are."""
-        return self._unit.flat_shard.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any of the parameters is trained."""
-        return any(param.requires_grad for param in self._unit.params)
 
     @property
     def data(self) -> torch.Tensor:
@@ -150,18 +129,9 @@ class HandleView(_View):
         flat = self._unit.flat_param
         return FlatParamView(self._unit) if flat is None else flat.param
 
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        """Whether ranks share the parameters."""
-        return self._unit.ranks.size > 1
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._unit.flat_param is None
-
-    @property
-    def _offload_params(self) -> bool:
-        return self._unit.settings.offloads
+    uses_sharded_strategy = property(lambda self: self._unit.ranks.size > 1)
+    _use_orig_params = property(lambda self: self._unit.flat_param is None)
+    _offload_params = property(lambda self: self._unit.settings.offloads)
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -239,9 +209,7 @@ class WrapperViews:
         """The device that this rank computes on."""
         return self._fsdp_ext_unit.device
 
-    @property
-    def _device_handle(self) -> _FSDPDeviceHandle:
-        return _FSDPDeviceHandle.from_device(self.compute_device)
+    _device_handle = property(lambda self: _FSDPDeviceHandle.from_device(self.compute_device))
 
     @property
     def training_state(self) -> TrainingState:
@@ -277,9 +245,7 @@ class WrapperViews:
         """The flat parameter, or the view that stands for it; empty without parameters."""
         return [self._flat_param] if self._has_params else []
 
-    @property
-    def _all_fsdp_states(self) -> list[Any]:
-        return self.fsdp_modules(self)
+    _all_fsdp_states = property(lambda self: self.fsdp_modules(self))
 
     @property
     def _all_handles(self) -> list[HandleView]:
@@ -294,17 +260,11 @@ class WrapperViews:
     def _sync_gradients(self, value: bool) -> None:
         self._set_requires_gradient_sync(value, recurse=False)
 
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._state_dict_settings.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> StateDictConfig:
-        return self._state_dict_settings.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._state_dict_settings.optim_state_dict_config
+    _state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
+    _state_dict_config = property(lambda self: self._state_dict_settings.state_dict_config)
+    _optim_state_dict_config = property(
+        lambda self: self._state_dict_settings.optim_state_dict_config
+    )
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         return self.mixed_precision.buffer_dtype is not None

@@ -12,12 +12,9 @@ import contextlib
 import weakref
 from typing import Any, NoReturn, cast
 
-import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -72,14 +69,8 @@ class ParamView(_View):
 
     _param: ShardedParam
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The DTensor that the module has while the unit is sharded."""
-        return self._param.sharded
-
-    @property
-    def _param_fqn(self) -> str:
-        return self._param.name
+    sharded_param = property(lambda self: self._param.sharded)
+    _param_fqn = property(lambda self: self._param.name)
 
 
 # Settings of FSDPParamGroup, with their names here. PyTorch's setters of a replicated module also
@@ -113,10 +104,11 @@ class ParamGroupView(_View):
             )
         super().__getattr__(name)
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules of the ``fully_shard`` call."""
-        return tuple(self._unit.modules)
+    modules = property(lambda self: tuple(self._unit.modules))
+    mesh = property(lambda self: self._unit.ranks.mesh)
+    device = property(lambda self: self._unit.device)
+    mp_policy = property(lambda self: self._unit.settings.mp_policy)
+    fsdp_params = property(lambda self: [ParamView(self._unit, p) for p in self._unit.params])
 
     @property
     def mesh_info(self) -> FSDPMeshInfo:
@@ -143,33 +135,10 @@ class ParamGroupView(_View):
             reshards = root is None or root.number(self._unit) >= root.root_units
         return bool(reshards)
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh of the ``fully_shard`` call."""
-        return self._unit.ranks.mesh
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self._unit.device
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """The policy of the ``fully_shard`` call."""
-        return self._unit.settings.mp_policy
-
-    @property
-    def fsdp_params(self) -> list[ParamView]:
-        """The unit's parameters."""
-        return [ParamView(self._unit, param) for param in self._unit.params]
-
     # A module of `replicate` that prefetches this unit uses these four.
 
     unshard_async_op = False
-
-    @property
-    def _module_fqn(self) -> str:
-        return self._unit.name
+    _module_fqn = property(lambda self: self._unit.name)
 
     def use_training_state(self, training_state: Any) -> contextlib.nullcontext[None]:
         """Do nothing: forward and backward gather alike."""
@@ -212,6 +181,10 @@ class StateView(_View):
     def __class__(self) -> type:
         return FSDPState
 
+    _state_ctx = property(lambda self: _StateContextView(self._unit))
+    _mp_policy = property(lambda self: self._unit.settings.mp_policy)
+    _device = property(lambda self: self._unit.device)
+
     @property
     def _fsdp_param_groups(self) -> list[ParamGroupView]:
         units = units_of(self._unit.modules[0])
@@ -228,21 +201,9 @@ class StateView(_View):
         return groups[0] if groups else None
 
     @property
-    def _state_ctx(self) -> _StateContextView:
-        return _StateContextView(self._unit)
-
-    @property
     def _is_root(self) -> bool | None:
         root = self._unit.root
         return None if root is None or root.is_provisional else root.units[0] is self._unit
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self._unit.settings.mp_policy
-
-    @property
-    def _device(self) -> torch.device:
-        return self._unit.device
 
     # PyTorch's register_fsdp_forward_method calls these two around the method.
 
