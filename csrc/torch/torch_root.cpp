@@ -165,7 +165,9 @@ bool TorchRoot::needs_new_units() const {
                         std::none_of(units_.begin(), units_.end(), [](const auto& unit) {
                           return unit->parameters().has_flat();
                         });
-  return !may_wait && has_gradient_setting_changed(/*accepts_frozen=*/true);
+  return (!may_wait && has_gradient_setting_changed(/*accepts_frozen=*/true)) ||
+         std::any_of(units_.begin(), units_.end(),
+                     [](const auto& unit) { return unit->parameters().has_other_shards(); });
 }
 
 void TorchRoot::leave_forward(py::handle output, bool with_gradient) {

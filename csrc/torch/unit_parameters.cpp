@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "base/check.h"
@@ -25,6 +26,11 @@ std::optional<DType> grad_dtype_of(const at::Tensor& parameter) {
 bool differs(const at::Tensor& parameter, bool trainable, std::optional<DType> grad_dtype) {
   return parameter.requires_grad() != trainable ||
          (trainable && grad_dtype_of(parameter) != grad_dtype);
+}
+
+py::object shard_of(const py::object& sharded) {
+  static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
+  return sharded.attr(py::handle(name));
 }
 
 }  // namespace
@@ -53,6 +59,9 @@ void UnitParameters::bind(std::vector<BoundObjects> objects, py::object flat,
              " parameters. The layout has ", all_.size(), ".");
   for (std::size_t i = 0; i < objects.size(); ++i) {
     auto& [sharded, unsharded, place_gradient] = objects[i];
+    if (!unsharded.is_none() && flat.is_none()) {
+      all_[i].shard = shard_of(sharded);
+    }
     all_[i].sharded = std::move(sharded);
     all_[i].set_unsharded(std::move(unsharded));
     all_[i].place_gradient = std::move(place_gradient);
@@ -202,6 +211,12 @@ bool UnitParameters::has_gradient_setting_changed(AcceptsFrozen accepts,
     }
   }
   return false;
+}
+
+bool UnitParameters::has_other_shards() const {
+  return std::any_of(all_.begin(), all_.end(), [](const UnitParameter& parameter) {
+    return parameter.shard && !shard_of(parameter.sharded).is(parameter.shard);
+  });
 }
 
 }  // namespace fsdp

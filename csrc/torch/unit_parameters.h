@@ -34,6 +34,7 @@ struct UnitParameter {
   // From bind on. An input of an extension has none of these objects. An extension makes its
   // unsharded parameter when it is first attached.
   HeldObject sharded = {};
+  HeldObject shard = {};  // the part of the flat shard that `sharded` has; not of extensions
   HeldObject unsharded_object = {};
   // A function that returns the parameter's gradient with the parameter's placements, if the
   // parameter is a DTensor while it is unsharded. Otherwise None.
@@ -96,6 +97,10 @@ class UnitParameters {
   // flat parameter has other memory than `flat_shard`. Then the next forward that autograd records
   // needs a new unit.
   bool has_gradient_setting_changed(AcceptsFrozen accepts, const at::Tensor& flat_shard) const;
+  // Whether a sharded parameter has another shard than when the unit was made. This happens if a
+  // module inside a unit is converted or emptied, or if the user swaps tensors. Then the next
+  // forward needs a new unit. Holds the GIL.
+  bool has_other_shards() const;
   // Raises if a parameter was unfrozen since the outermost forward began. Call it when forward
   // enters the unit, and when forward leaves it.
   void check_frozen(const std::string& unit, bool enters) const;

@@ -489,6 +489,45 @@ def test_accumulated_gradients_survive_conversions_and_replacements() -> None:
     run_ranks(_changed_while_gradients_accumulate, 2)
 
 
+# - Changes of a module that is no unit itself
+
+
+def convert_and_back(head: nn.Module) -> None:
+    head.double()
+    head.float()
+
+
+def empty_and_fill(head: nn.Module) -> None:
+    head.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in head.parameters():
+            param.fill_(0.5)
+
+
+def swap_tensors(head: nn.Module) -> None:
+    other = nn.Parameter(head.weight.detach() / 2)
+    torch.utils.swap_tensors(head.weight, other)
+
+
+def _changed_below_units() -> None:
+    for change in (convert_and_back, empty_and_fill, swap_tensors):
+        found = []
+        for model in (Model(), sharded()):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for step in range(3):
+                if step == 1:
+                    optimizer.zero_grad()
+                    change(model.head)
+                model(ones()).square().sum().backward()
+                optimizer.step()
+            found.append(output_of(model))
+        assert torch.equal(*found), change
+
+
+def test_a_module_inside_a_unit_may_be_converted_emptied_or_swapped() -> None:
+    run_ranks(_changed_below_units, 2)
+
+
 def _divided_otherwise_after_conversion() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     model.set_gradient_divide_factor(8.0)
