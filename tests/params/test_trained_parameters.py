@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp_ext import fully_shard, register_fsdp_forward_method
+from fsdp_ext import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 
 class Stop(Exception):
@@ -596,6 +596,9 @@ def _classes_of_parameters() -> None:
         assert model.weight is weight
     with pytest.raises(ValueError, match=r"'weight' belongs to a lazy module.*Run one"):
         fully_shard(nn.LazyLinear(4))
+    small = WithWeight(nn.Parameter(torch.ones(4, 2).to(torch.float8_e4m3fn), requires_grad=False))
+    with pytest.raises(NotImplementedError, match=r"'weight' has dtype torch.float8.*Convert it"):
+        fully_shard(small, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     annotated: Any = nn.Linear(4, 4)
     annotated.weight._local_type = {"tp": "R"}  # as spmd_types.assert_type sets it
     with pytest.raises(NotImplementedError, match=r"'weight' has a type of spmd_types.*DTensor"):

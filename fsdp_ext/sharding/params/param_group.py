@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext import _C
+from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding.params.settings import UnitSettings
 
 # Before torch 2.15, reduce_dtype=None means param_dtype. Since then it means the parameters' own
@@ -75,6 +76,17 @@ def keeps_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) ->
             "keep that."
         )
     return dtype is not None and dtype == param.dtype
+
+
+def check_can_cast(policy: MixedPrecisionPolicy, name: str, part: torch.Tensor) -> None:
+    """Raise NotImplementedError if the policy casts a parameter from a dtype of one byte."""
+    is_one_byte = part.dtype.is_floating_point and part.dtype.itemsize == 1
+    if is_one_byte and policy.param_dtype not in (None, part.dtype):
+        raise UnsupportedError(
+            f"parameter '{name}' has dtype {part.dtype}, which cannot be cast to the param_dtype "
+            f"{policy.param_dtype}. Convert it before fully_shard, pass it in ignored_params, or "
+            "leave param_dtype out."
+        )
 
 
 class ParamGroup:

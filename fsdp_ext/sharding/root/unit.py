@@ -52,7 +52,7 @@ from fsdp_ext.sharding.params.ownership import (
     refuse_class,
     unsharded_name,
 )
-from fsdp_ext.sharding.params.param_group import ParamGroup, keeps_dtype
+from fsdp_ext.sharding.params.param_group import ParamGroup, check_can_cast, keeps_dtype
 from fsdp_ext.sharding.params.ranks import Ranks
 from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
@@ -207,7 +207,10 @@ class Unit(ParamGroup):
             sharded.grad_dtype = grad_dtype
         if quantization is not None and not param.is_meta:
             quantization.to(self.device)  # as the numbers
-        keeps = quantization is not None or keeps_dtype(self.settings.mp_policy, name, param)
+        policy = self.settings.mp_policy
+        keeps = quantization is not None or keeps_dtype(policy, name, param)
+        if own is None and not keeps:
+            check_can_cast(policy, name, part)
         before = Spread.of(param, self.ranks)
         return ShardedParam(
             name, part.shape, sharded, dim, spread, before, keeps, own, quantization=quantization
