@@ -302,6 +302,25 @@ def test_gradients_are_clipped_as_by_fsdp1() -> None:
     run_ranks(clip, 2)
 
 
+def clip_around_a_step_that_is_left_out() -> None:
+    """Clipping by a norm of NaN writes NaN into all elements, also between the parameters."""
+    norms: list[list[Tensor]] = []
+    for wrap in WRAPPERS:
+        model = make(models.FewRows)
+        wrapped = wrap(model, mixed_precision=MixedPrecision(reduce_dtype=BF16))
+        norms.append([])
+        for step in range(3):
+            (run(wrapped, model, step) * (torch.nan if step == 1 else 1.0)).backward()
+            norms[-1].append(torch.as_tensor(wrapped.clip_grad_norm_(0.01)))
+            wrapped.zero_grad()
+    torch.testing.assert_close(*norms, equal_nan=True)
+    assert [norm.isnan().item() for norm in norms[0]] == [False, True, False]
+
+
+def test_a_step_that_is_left_out_for_nan_leaves_nothing_behind() -> None:
+    run_ranks(clip_around_a_step_that_is_left_out, 2)
+
+
 def scaled() -> None:
     found = []
     for wrap in WRAPPERS:

@@ -387,6 +387,8 @@ UnpackPlan UnitLayout::keep_plan(int rank) const {
   return plan;
 }
 
+// Entries include the padding behind them, which is zero in the source: users may have written
+// other values there, and norms take all elements.
 CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
   CastPlan plan;
   const std::int64_t first = first_gradient(part);
@@ -394,12 +396,13 @@ CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
     const ParamPlacement& place = placements_[i];
     if (place.grad_offset >= 0) {
       const std::int64_t begin = part.first_row * params_[i].row_numel;
+      const std::int64_t rest = end_of_gradients(i + 1) - place.grad_offset - begin;
+      const bool is_last = !part.is_of_rows() || part.first_row + part.rows == place.chunk_rows;
       const DType grad_dtype = grad_dtype_of(params_[i]);
       plan.entries.push_back(
           {static_cast<std::size_t>(place.grad_offset + begin - first) * itemsize(reduce_dtype_),
            place.flat_gradient_offset + static_cast<std::size_t>(begin) * itemsize(grad_dtype),
-           part.is_of_rows() ? part.rows * params_[i].row_numel : place.chunk_numel, reduce_dtype_,
-           grad_dtype});
+           is_last ? rest : part.rows * params_[i].row_numel, reduce_dtype_, grad_dtype});
     }
   }
   return plan;
