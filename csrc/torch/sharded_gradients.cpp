@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
 #include "base/check.h"
 
 namespace py = pybind11;
@@ -30,10 +32,13 @@ void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_
   has_padding_ = bytes < flat_.flat().nbytes();
 }
 
+const at::Tensor& ShardedGradients::Gradient::rows() const {
+  return THPVariable_Unpack(local.ptr());
+}
+
 std::size_t ShardedGradients::Gradient::references() const {
-  const at::Tensor& rows = THPVariable_Unpack(local.ptr());
-  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) + rows.use_count() +
-         static_cast<std::size_t>(Py_REFCNT(local.ptr())) + rows.storage().use_count();
+  return tensor.use_count() + static_cast<std::size_t>(Py_REFCNT(object.ptr())) +
+         rows().use_count() + static_cast<std::size_t>(Py_REFCNT(local.ptr()));
 }
 
 std::uint64_t ShardedGradients::next_version() {
@@ -62,11 +67,14 @@ void ShardedGradients::make() {
   }
   for (Gradient& gradient : gradients_) {
     gradient.own_references = gradient.references();
+    gradient.own_references_of_storage = gradient.rows().storage().use_count();
   }
 }
 
 bool ShardedGradients::is_held(std::size_t i) const {
-  return gradients_[i].references() > gradients_[i].own_references;
+  const Gradient& gradient = gradients_[i];
+  return gradient.references() > gradient.own_references ||
+         gradient.rows().storage().use_count() > gradient.own_references_of_storage;
 }
 
 void ShardedGradients::renew(std::shared_ptr<void> memory) {
@@ -97,14 +105,17 @@ void ShardedGradients::set_memory(std::shared_ptr<void> memory) {
   }
 }
 
-void ShardedGradients::import(std::size_t i, const at::Tensor& gradient) {
+void ShardedGradients::import(std::size_t i, at::Tensor& shown) {
   const py::gil_scoped_acquire gil;
   const at::NoGradGuard no_grad;
-  const py::object local =
-      local_tensor(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)));
-  gradients_[i].local.attr("copy_")(local);
-  if (!FlatTensor::has_storage_of(THPVariable_Unpack(local.ptr()))) {
-    imports_.emplace_back(i, gradient);
+  const Gradient& own = gradients_[i];
+  py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(shown));
+  py::object local = local_tensor(object);
+  Gradient theirs{std::exchange(shown, own.tensor), std::move(object), std::move(local)};
+  own.local.attr("copy_")(theirs.local);
+  const bool is_made_here = FlatTensor::has_storage_of(theirs.rows());
+  if (!is_made_here || theirs.references() > own.own_references) {
+    imports_.emplace_back(i, std::move(theirs.tensor));
   }
 }
 

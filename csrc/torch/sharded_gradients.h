@@ -10,10 +10,11 @@
 // of a unit, nothing is counted.
 //
 // Note [gradients of users]
-// A user may put a tensor of their own into .grad before backward. The reduction adds its values,
-// so it copies them into the flat gradient, whose tensor takes its place in .grad. The end of
-// backward copies the result back and puts the user's tensor back into .grad, as if backward had
-// added to it in place. A backward that fails puts it back as it was.
+// A user may put another tensor into .grad before backward: one of their own, or an older gradient
+// that they hold. The reduction adds its values, so it copies them into the flat gradient, whose
+// tensor takes its place in .grad. The end of backward copies the result back and puts the user's
+// tensor back into .grad, as if backward had added to it in place. A backward that fails puts it
+// back as it was.
 //
 // Note [flat parameters]
 // FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
@@ -65,9 +66,9 @@ class ShardedGradients {
   void set_memory(std::shared_ptr<void> memory);
   // A tensor of the user's, and the number of its gradient.
   using Import = std::pair<std::size_t, at::Tensor>;
-  // Copies the tensor in .grad into gradient i, and keeps it if it is the user's: Note [gradients
-  // of users]. Takes the GIL.
-  void import(std::size_t i, const at::Tensor& gradient);
+  // Copies `shown`, the tensor in .grad, into gradient i, which takes its place. Keeps it if it is
+  // the user's: Note [gradients of users]. Takes the GIL.
+  void import(std::size_t i, at::Tensor& shown);
   // Returns the tensors that import() has kept, and drops them.
   std::vector<Import> take_imports() { return std::exchange(imports_, {}); }
   // Copies gradient i into a tensor of the user's. Takes the GIL.
@@ -90,13 +91,16 @@ class ShardedGradients {
 
  private:
   struct Gradient {
-    // References to the DTensor, its local tensor and its storage together.
+    // References to the DTensor and its local tensor together.
     std::size_t references() const;
+    const at::Tensor& rows() const;
 
     at::Tensor tensor;
     HeldObject object;
     HeldObject local;
-    std::size_t own_references = 0;  // while its parameter does not have it
+    // While its parameter does not have it.
+    std::size_t own_references = 0;
+    std::size_t own_references_of_storage = 0;
   };
 
   static std::uint64_t next_version();

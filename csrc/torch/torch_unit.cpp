@@ -425,10 +425,10 @@ void TorchUnit::import_sharded_gradient(std::size_t i) {
     return;  // a hook of this backward has replaced the parameters
   }
   const std::size_t index = parameters_.gradient_place(i);
-  const at::Tensor& gradient = parameters_.gradient_owner(i).grad();
-  if (!gradient.is_same(gradients_.at(index))) {
-    gradients_.import(index, gradient);
-    parameters_.gradient_owner(i).mutable_grad() = gradients_.at(index);
+  at::Tensor& shown = parameters_.gradient_owner(i).mutable_grad();
+  if (!shown.is_same(gradients_.at(index))) {
+    before_change_of_gradients();  // an earlier reduction may still write there
+    gradients_.import(index, shown);
   }
 }
 

@@ -13,6 +13,7 @@ from support import parity
 from support.launcher import run_ranks
 from support.models import DeliberateFailure, TwoLayers
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -256,6 +257,65 @@ def _gradients_set_by_users() -> None:
 
 def test_backward_adds_in_place_to_a_gradient_that_users_have_set() -> None:
     run_ranks(_gradients_set_by_users, 2)
+
+
+def _older_gradients(system: Any) -> list[Tensor]:
+    """Return older gradients that a user goes on with, and whether backward has added to them."""
+    model = sharded(system)
+    params = list(model.parameters())
+    model(ones()).sum().backward()
+    first = [param.grad for param in params]
+    params[-1].grad = None
+    model(ones()).sum().backward()  # into memory that nobody holds
+    model.zero_grad()
+    (2 * model(ones())).sum().backward()
+    for param, gradient in zip(params, first, strict=True):
+        param.grad = gradient
+    model(ones()).sum().backward()
+    params[0].requires_grad_(False)
+    model(ones()).sum().backward()  # into new units
+    assert all(param.grad is one for param, one in zip(params, first, strict=True))
+    return [gradient.to_local().clone() for gradient in first]
+
+
+def _older_gradients_beside_fsdp2() -> None:
+    ours, theirs = _older_gradients(fully_shard), _older_gradients(torch_fully_shard)
+    parity.assert_same("FSDP2", ours, theirs)
+
+
+def test_backward_adds_in_place_to_older_gradients_that_users_hold() -> None:
+    run_ranks(_older_gradients_beside_fsdp2, 2)
+
+
+def _read_and_set_before_the_last_backward(system: Any) -> list[list[Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded(partial(system, mesh=mesh))
+    model(ones()).sum().backward()
+    seen = []
+    for _ in range(2):
+        model.set_is_last_backward(False)
+        output = model(ones())
+        if system is fully_shard:
+            model._fsdp_ext_unit.root.impl.delay_stream("all-reduce", 0.1)
+        output.sum().backward()
+        seen.append([param.grad.to_local().clone() for param in model.parameters()])
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        model.set_is_last_backward(True)
+        model(ones()).sum().backward()
+        seen.append([param.grad.to_local().clone() for param in model.parameters()])
+    return seen
+
+
+def _before_the_last_backward_beside_fsdp2() -> None:
+    ours = _read_and_set_before_the_last_backward(fully_shard)
+    theirs = _read_and_set_before_the_last_backward(torch_fully_shard)
+    for one, other in zip(ours, theirs, strict=True):
+        parity.assert_same("FSDP2", one, other)
+
+
+def test_gradients_can_be_read_and_set_before_the_last_backward() -> None:
+    run_ranks(_before_the_last_backward_beside_fsdp2, 2)
 
 
 def _gradient_of_user_after_a_failure() -> None:

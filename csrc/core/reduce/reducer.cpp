@@ -233,9 +233,6 @@ void Reducer::release_input(const Bucket& bucket, std::size_t half) {
 // - Reduction
 
 void Reducer::reduce(Bucket& bucket, const Units& units) {
-  if (bucket.reduction.is_pending_ && bucket.layout.is_offloaded()) {
-    wait_for_gradients(bucket);  // the host may copy gradients of the reduction before this one
-  }
   check_updates(units);
   finish_updates(/*most=*/1);
   ensure_gradient_memory(bucket);

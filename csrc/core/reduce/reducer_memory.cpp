@@ -128,17 +128,15 @@ void Reducer::return_gradients(Bucket& bucket) {
   }
 }
 
-// Allocates if the user holds gradients of the bucket, or if they are lent. The compute stream
-// waits for a pending reduction into the old memory, because it may copy gradients from there.
+// Allocates if the user holds gradients of the bucket, or if they are lent. Gradients may be copied
+// from the old memory, so a pending reduction is waited for.
 void Reducer::ensure_gradient_memory(Bucket& bucket) {
   const auto is_held = [](const Unit* unit) { return unit->port.has_held_gradients(); };
   const bool is_any_held = std::any_of(bucket.units.begin(), bucket.units.end(), is_held);
   if (!is_any_held && !bucket.has_lent_gradients()) {
     return;
   }
-  if (bucket.reduction.is_pending_) {
-    device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);
-  }
+  wait_before_change(bucket);
   renew_gradients(bucket);
 }
 
