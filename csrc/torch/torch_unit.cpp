@@ -496,6 +496,7 @@ void TorchUnit::run_post_accumulate_hooks() {
     const py::object& owner =
         parameters_.has_flat() ? parameters_.flat_object() : parameters_.trained(i).sharded;
     if (has_post_accumulate_hooks(owner)) {
+      before_change_of_gradients();  // set_is_last_backward(False) does not wait
       call_post_accumulate_hooks(owner);
     }
   }

@@ -214,7 +214,7 @@ def _misuse() -> None:
     with pytest.raises(RuntimeError, match="health needs a model that has run forward"):
         fsdp_ext.health(model)
     step(model)
-    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)
     with pytest.raises(RuntimeError, match="health needs reduced gradients"):
         fsdp_ext.health(model)
 

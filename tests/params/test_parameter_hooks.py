@@ -195,6 +195,33 @@ def _calls_after(system: str, change: Any, *, is_tensor_parallel: bool) -> tuple
     return model[0].called, float(gradient.abs().sum())
 
 
+def _seen_before_the_last_backward(system: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    load_system(system).fully_shard(model)
+    seen = []
+    model.weight.register_post_accumulate_grad_hook(
+        lambda weight: seen.append(weight.grad.to_local().clone())
+    )
+    model.set_is_last_backward(False)
+    for scale in (1.0, 2.0, 3.0):
+        loss = model(torch.full((2, 4), scale)).sum()
+        if system == SYSTEM and scale > 1.0:
+            model._fsdp_ext_unit.root.impl.delay_stream("reduce", 0.05)
+        loss.backward()
+    return seen
+
+
+def _hooks_before_the_last_backward() -> None:
+    ours, theirs = map(_seen_before_the_last_backward, (SYSTEM, "fsdp2"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_post_accumulate_hooks_see_reduced_gradients_before_the_last_backward() -> None:
+    run_ranks(_hooks_before_the_last_backward, 2)
+
+
 def _unsharded_hooks(changes: list[Any]) -> None:
     for change in changes:
         for is_tensor_parallel in (False, True):

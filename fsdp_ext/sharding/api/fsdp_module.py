@@ -124,7 +124,8 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for the gradient reductions at its end.
 
-        The setting is the root's, so it holds for the whole model.
+        The setting is the root's, so it holds for the whole model. If it is False, a GPU may still
+        reduce when backward returns: read and step gradients only after a last backward.
         """
         is_last = as_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         self._fsdp_ext_change_root(is_last_backward=is_last)

@@ -72,11 +72,6 @@ class UnitSettings:
         )
         return any(hook is not None for hook in hooks)
 
-    @property
-    def waits_for_reductions(self) -> bool:
-        """Whether a backward waits for the reductions of gradients at its end."""
-        return self.is_last_backward and not self.finalizes_by_hand
-
 
 @dataclass(frozen=True)
 class RootSettings:

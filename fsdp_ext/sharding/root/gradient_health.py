@@ -105,10 +105,10 @@ def health(model: nn.Module) -> Health:
             "health got a model that an attached optimizer steps in backward, so its gradients no "
             "longer exist. Call detach() of the optimizer before the backward to look at."
         )
-    if not root.units[0].settings.waits_for_reductions:
+    if not root.waits_for_reductions:
         raise RuntimeError(
             "health needs reduced gradients, but the model's backward does not wait for them. Call "
-            "set_is_last_backward(True) before the backward."
+            "set_is_last_backward(True) and set_manual_backward_finalization(False) before it."
         )
     mine = array("d")
     for unit, is_born in zip(root.units, root.impl.units_with_nonfinite(), strict=True):

@@ -173,7 +173,7 @@ class Root(UnitTree):
             impl.add_unit(unit_impl, config)
         self.impl = impl
         self._placed = [unit.entries for unit in self.units]
-        impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+        impl.set_is_last_backward(self.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
             for unit, unit_impl in zip(self.units, impls, strict=True):
@@ -375,10 +375,20 @@ class Root(UnitTree):
         unit.collectives[setting] = found
         return found
 
+    @property
+    def waits_for_reductions(self) -> bool:
+        """Whether a backward waits for the reductions of gradients at its end.
+
+        On the host every backward does, as under FSDP2, whose collectives block there.
+        """
+        settings = self.units[0].settings
+        is_waited = settings.is_last_backward or self.units[0].device.type == "cpu"
+        return is_waited and not settings.finalizes_by_hand
+
     def change(self, **settings: bool) -> None:
         """Change settings that belong to the root alone."""
         self.units[0].change(**settings)
-        self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+        self.impl.set_is_last_backward(self.waits_for_reductions)
 
     def reduce_accumulated(self, *, wait: bool) -> None:
         """Reduce the gradients that backwards without gradient sync have accumulated.
@@ -394,7 +404,7 @@ class Root(UnitTree):
             self.impl.reduce_accumulated()
         finally:
             self.impl.leave_if_idle()
-            self.impl.set_is_last_backward(self.units[0].settings.waits_for_reductions)
+            self.impl.set_is_last_backward(self.waits_for_reductions)
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
         """Reduce accumulated gradients of ``units`` of this root alone, whatever their settings."""
