@@ -120,9 +120,10 @@ def _parameters() -> None:
         fully_shard(WithParameter(torch.tensor(1.0)))
     with raises(ValueError, "'scale' is torch.complex64", "view_as_complex"):
         fully_shard(WithParameter(torch.ones(3, dtype=torch.complex64)))
-    layer = nn.Linear(2, 2)
-    fully_shard(layer, ignored_params=[layer.bias])  # type: ignore[arg-type]  # any collection
-    assert type(layer.bias) is nn.Parameter
+    for collection in (set, list, iter):  # PyTorch's takes iterators, too
+        layer = nn.Linear(2, 2)
+        fully_shard(layer, ignored_params=collection([layer.bias]))  # type: ignore[arg-type]
+        assert type(layer.bias) is nn.Parameter
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     fully_shard(tied[0])

@@ -129,9 +129,7 @@ def check_device_type(device_type: str) -> None:
         )
 
 
-def check_types(
-    mesh: object, mp_policy: object, ignored_params: object, shard_placement_fn: object
-) -> None:
+def check_types(mesh: object, mp_policy: object, shard_placement_fn: object) -> None:
     """Raise TypeError for arguments of ``fully_shard`` of a wrong type.
 
     Raises:
@@ -148,19 +146,23 @@ def check_types(
             f"shard_placement_fn is {shard_placement_fn!r}, which cannot be called. Pass a "
             "function of a parameter that returns a Shard or None."
         )
-    if ignored_params is None:
-        return
-    if not isinstance(ignored_params, Iterable):
+
+
+def resolve_ignored_params(given: object) -> set[nn.Parameter]:
+    """Return ``ignored_params``, which may be an iterator, or raise TypeError."""
+    if given is not None and not isinstance(given, Iterable):
         raise TypeError(
-            f"ignored_params is {ignored_params!r} but must be a set of parameters. Take them from "
+            f"ignored_params is {given!r} but must be a set of parameters. Take them from "
             "module.parameters()."
         )
-    for param in ignored_params:
+    ignored = list(given or ())
+    for param in ignored:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
                 f"ignored_params contains a {type(param).__name__} but must be a set of "
                 "parameters. Take them from module.parameters()."
             )
+    return set(ignored)
 
 
 def check_policy(policy: object) -> None:

@@ -23,6 +23,7 @@ from fsdp_ext.sharding.api.arguments import (
     check_numbers,
     check_types,
     ensure_process_group,
+    resolve_ignored_params,
     resolve_keep_gather_inputs,
     resolve_mesh,
     resolve_offload,
@@ -192,7 +193,8 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     check_containers(modules)
-    check_types(mesh, mp_policy, ignored_params, shard_placement_fn)
+    check_types(mesh, mp_policy, shard_placement_fn)
+    ignored = resolve_ignored_params(ignored_params)
     check_modules(modules)
     if isinstance(transport, Simulated):
         transport.init_process_group()
@@ -212,7 +214,7 @@ def fully_shard(
         check_every=check_every,
         offloads=resolve_offload(offload_policy, mesh.device_type),
     )
-    units = make_units(modules, Ranks(mesh, spmd), settings, ignored_params, shard_placement_fn)
+    units = make_units(modules, Ranks(mesh, spmd), settings, ignored, shard_placement_fn)
     set_classes(modules)
     install(units)
     return cast("FSDPModule | list[FSDPModule]", module)
@@ -222,14 +224,14 @@ def make_units(
     modules: list[nn.Module],
     ranks: Ranks,
     settings: UnitSettings,
-    ignored_params: set[nn.Parameter] | None,
+    ignored: set[nn.Parameter],
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
 ) -> list[Unit]:
     """Return the units of one call of :func:`fully_shard`, one for each mesh of parameters.
 
     The modules keep their parameters until :func:`install`, so an error leaves them as they were.
     """
-    ignored = set(ignored_params or ()) | replicated_params(modules)
+    ignored = ignored | replicated_params(modules)
     placed = resolve_placements(shard_placement_fn, managed_params(modules, ignored), ranks)
     units = [_unit_on_mesh(modules, on_mesh, settings) for on_mesh in placed]
     units[0].ignored = attributes_of(modules, ignored)
