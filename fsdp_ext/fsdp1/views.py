@@ -99,6 +99,8 @@ class FlatParamView(_View):
 
         It may be set to a tensor of the same length, of any dtype.
         """
+        if self._unit.impl is None:
+            self._unit.flatten(loading=True)  # loaded parameters may still lie elsewhere
         return self._unit.flat_shard.view(self.dtype)
 
     @data.setter

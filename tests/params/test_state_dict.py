@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_ext.sharding.root import unit
 
 
 class WithBuffers(Stack):
@@ -173,6 +176,22 @@ def _assigned_tensors_are_the_parameters() -> None:
 
 def test_assigned_parameters_get_gradients() -> None:
     run_ranks(_assigned_tensors_are_the_parameters, 2)
+
+
+def _assigned_rows_move_once() -> None:
+    run = run_of(Case("", Stack))
+    train_step(run, 0)
+    state = {name: value * 2 for name, value in run.model.state_dict().items()}
+    with mock.patch.object(unit, "zeros_for_shard", wraps=unit.zeros_for_shard) as flat_shards:
+        run.model.load_state_dict(state, assign=True)
+        assert flat_shards.call_count == 0
+        assert_same("assigned state", gathered(state), gathered(run.model.state_dict()))
+        train_step(run, 1)
+        assert flat_shards.call_count == 1 + len(run.units)
+
+
+def test_assigned_parameters_move_into_flat_memory_once_a_unit() -> None:
+    run_ranks(_assigned_rows_move_once, 2)
 
 
 def _a_tied_head_is_assigned() -> None:

@@ -72,6 +72,12 @@ def owners_of(units: Iterable[Unit]) -> dict[nn.Parameter, Unit]:
     return {**owners, **flat}
 
 
+def _shows(attribute: tuple[nn.Module, str], param: ShardedParam) -> bool:
+    """Return whether a module's attribute refers to the parameter, sharded or unsharded."""
+    now = registered(*attribute)
+    return now is param.sharded or (now is not None and unsharded_name(now) is not None)
+
+
 class Unit(ParamGroup):
     """The parameters of one ``fully_shard`` call.
 
@@ -130,7 +136,8 @@ class Unit(ParamGroup):
         if settings.max_message_bytes is not None:
             # Reductions are checked at the first forward, since parameters may still be frozen.
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
-        self.params: list[ShardedParam] = [sharded[index] for index in self._layout_order(sharded)]
+        self.params: list[ShardedParam] = sharded
+        self._param_of: dict[tuple[nn.Module, str], ShardedParam] = {}  # by attribute
         self._place_in_flat_shard(loading=False)
         _alive.add(self)
 
@@ -232,6 +239,7 @@ class Unit(ParamGroup):
                     found = by_param.get(value) if value is not None else None
                     if found is not None and (submodule, attribute) not in found.attributes:
                         found.attributes.append((submodule, attribute))
+                        self._param_of[submodule, attribute] = found
         for param, found in by_param.items():
             for submodule, attribute in found.attributes:
                 set_parameter(submodule, attribute, found.sharded)
@@ -271,17 +279,11 @@ class Unit(ParamGroup):
         """
         if self.is_summoned:
             return False
-        try:
-            if self.flat_param is not None:
-                self.flat_param.adopt()
-            replaced = [self._merge_tied(), *[self._adopt(param, loading) for param in self.params]]
-        except ValueError:
-            for param in self.params:  # so that the model is as it was before
-                self._register(param)
-            raise
-        if any(replaced):  # the order depends on which parameters are gathered
-            self.params = [self.params[index] for index in self._layout_order(self.params)]
-        return self._place_in_flat_shard(loading=loading) or any(replaced)
+        if self.flat_param is not None:
+            self.flat_param.adopt()
+        is_tied = self._merge_tied()
+        replaced = self._adopt_all(self.params, loading=loading)
+        return self._place_in_flat_shard(loading=loading) or replaced or is_tied
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -290,6 +292,8 @@ class Unit(ParamGroup):
 
         See :meth:`flatten`. Returns whether anything changed.
         """
+        # The order depends on which parameters are gathered.
+        self.params = [self.params[index] for index in self._layout_order(self.params)]
         layout = self.layout_for(training=False)
         entries = self.entries
         if self._is_flat(entries, layout):
@@ -349,12 +353,9 @@ class Unit(ParamGroup):
             return False
         if self.flat_param is not None and self.flat_param.is_replaced():
             return True
-        for param in self.params:
-            for module, name in param.attributes:
-                now = registered(module, name)
-                if now is not param.sharded and (now is None or unsharded_name(now) is None):
-                    return True
-        return False
+        return not all(
+            _shows(attribute, param) for param in self.params for attribute in param.attributes
+        )
 
     def _merge_tied(self) -> bool:
         """Merge parameters that the user has tied; return whether there were any."""
@@ -366,10 +367,38 @@ class Unit(ParamGroup):
                 if other is not param:
                     param.attributes.remove(attribute)
                     other.attributes.append(attribute)
+                    self._param_of[attribute] = other
                     tied = True
         if tied:
             self.params = [param for param in self.params if param.attributes]
         return tied
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def adopt(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
+        """Adopt the parameters that ``load_state_dict`` has given to some of the attributes.
+
+        Their rows stay where they are until :meth:`build`, which moves the whole unit at once.
+
+        Returns:
+            Whether the C++ side has to be made anew.
+
+        Raises:
+            ValueError: as :meth:`flatten`.
+        """
+        if not self.is_summoned:
+            self._adopt_all([self._param_of[attribute] for attribute in attributes], loading=True)
+        return not self.is_summoned
+
+    def _adopt_all(self, params: Sequence[ShardedParam], *, loading: bool) -> bool:
+        """Adopt the parameters that modules have now. Return whether any was replaced."""
+        try:
+            replaced = [self._adopt(param, loading) for param in params]
+        except ValueError:
+            for param in params:  # so that the model is as it was before
+                self._register(param)
+            raise
+        return any(replaced)
 
     def _adopt(self, param: ShardedParam, loading: bool) -> bool:
         """Adopt the parameter that the module has now. Return whether it was replaced.
@@ -378,36 +407,42 @@ class Unit(ParamGroup):
         They stay tied, to the first.
         """
         now = param.registered()
-        replaced = now is not param.sharded or (loading and self._is_untied(param))
-        if replaced:
-            if not (isinstance(now, nn.Parameter) and isinstance(now, DTensor)):
-                raise ValueError(
-                    f"parameter '{param.name}' was replaced by a {type(now).__name__} after "
-                    "fully_shard had made a DTensor of it. Replace parameters before fully_shard."
-                )
-            if tuple(now.placements) != param.spread.placements:
-                raise ValueError(
-                    f"parameter '{param.name}' has the placements {param.spread.placements}, and "
-                    f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
-                    "or load it without assign=True."
-                )
-            if now is not param.sharded:
-                mark_goes_on_as(param.sharded, now)
-                if param.grad_dtype is not None and own_grad_dtype(now) is None:
-                    now.grad_dtype = param.grad_dtype
-                check_again()
-            param.sharded = now
-            self._register(param)
+        if now is not param.sharded:
+            self._check_replacement(param, now)
         local_shape = list(param.shape)
         _, local_shape[param.shard_dim] = self._range(param.shape, param.shard_dim)
         shape = param.spread.shape
-        if param.sharded.shape != shape or list(param.local.shape) != local_shape:
+        if now.shape != shape or list(now._local_tensor.shape) != local_shape:
             raise ValueError(
                 f"parameter '{param.name}' had shape {tuple(shape)}, {tuple(local_shape)} on this "
-                f"rank, when it was sharded, but now has {tuple(param.sharded.shape)} with local "
-                f"shape {tuple(param.local.shape)}. Change shapes before fully_shard."
+                f"rank, when it was sharded, but now has {tuple(now.shape)} with local shape "
+                f"{tuple(now._local_tensor.shape)}. Change shapes before fully_shard."
             )
+        replaced = now is not param.sharded
+        if replaced:
+            mark_goes_on_as(param.sharded, now)
+            if param.grad_dtype is not None and own_grad_dtype(now) is None:
+                now.grad_dtype = param.grad_dtype
+            check_again()
+            param.sharded = now
+        if replaced or (loading and self._is_untied(param)):
+            self._register(param)
+            replaced = True
         return self._adopt_own_rows(param) or replaced
+
+    def _check_replacement(self, param: ShardedParam, now: object) -> None:
+        """Raise ValueError if the parameter cannot be replaced by ``now``."""
+        if not (isinstance(now, nn.Parameter) and isinstance(now, DTensor)):
+            raise ValueError(
+                f"parameter '{param.name}' was replaced by a {type(now).__name__} after "
+                "fully_shard had made a DTensor of it. Replace parameters before fully_shard."
+            )
+        if tuple(now.placements) != param.spread.placements:
+            raise ValueError(
+                f"parameter '{param.name}' has the placements {param.spread.placements}, and "
+                f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
+                "or load it without assign=True."
+            )
 
     def _adopt_own_rows(self, param: ShardedParam) -> bool:
         """Follow the class and the methods of a parameter's rows. Return whether they changed."""

@@ -19,34 +19,38 @@ from fsdp_ext.sharding.root.unit import Unit
 def install(unit: Unit) -> None:
     """Register the hooks on every module that has a parameter of ``unit``."""
     before: dict[nn.Module, list[Any]] = {}  # parameters of modules that are being loaded
+    attributes: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for attribute in unit.attributes():
+        attributes.setdefault(attribute[0], []).append(attribute)
 
     def to_sharded(*_: Any) -> None:
         reshard(unit)
 
+    def held(module: nn.Module) -> list[Any]:
+        """Return the module's parameters, with their local tensors, which conversions replace."""
+        params = [registered(*attribute) for attribute in attributes.get(module, ())]
+        return [*params, *(getattr(param, "_local_tensor", None) for param in params)]
+
     def before_load(module: nn.Module, *_: Any) -> None:
         reshard(unit)
-        before[module] = _held(module)
+        before[module] = held(module)
 
     def loaded(module: nn.Module, *_: Any) -> None:
-        had, has = before.pop(module, []), _held(module)
-        # Most loads copy into existing parameters, after which nothing is left to do. Checking the
-        # whole unit after each module takes seconds for a unit of hundreds of modules.
-        is_same = len(had) == len(has) and all(map(operator.is_, had, has))
-        has_own_rows = any(param.own is not None for param in unit.params)
-        if not is_same or has_own_rows or unit.flat_param is not None:
+        had, has = before.pop(module, []), held(module)
+        # Most loads copy into existing parameters, after which nothing is left to do. Anything that
+        # looks at the whole unit here takes seconds for a unit of hundreds of modules.
+        if len(had) == len(has) and all(map(operator.is_, had, has)):
+            return
+        if unit.flat_param is not None:
             adopt_changes(unit)
+        elif unit.adopt(attributes[module]):
+            invalidate(unit)
 
-    for module in {module for param in unit.params for module, _ in param.attributes}:
+    for module in attributes:
         hooked: Any = module  # torch leaves these three untyped
         hooked.register_state_dict_pre_hook(to_sharded)
         hooked._register_load_state_dict_pre_hook(before_load, with_module=True)
         hooked.register_load_state_dict_post_hook(loaded)
-
-
-def _held(module: nn.Module) -> list[Any]:
-    """Return a module's parameters, with their local tensors, which conversions replace."""
-    params = module._parameters.values()
-    return [*params, *(getattr(param, "_local_tensor", None) for param in params)]
 
 
 def reshard(unit: Unit) -> None:
@@ -64,7 +68,13 @@ def settle(unit: Unit) -> None:
 
 def adopt_changes(unit: Unit) -> None:
     """Adopt sharded parameters that were replaced, converted or moved."""
-    if unit.flatten(loading=True) and unit.root is not None:
+    if unit.flatten(loading=True):
+        invalidate(unit)
+
+
+def invalidate(unit: Unit) -> None:
+    """Have the C++ side of the unit's root made anew."""
+    if unit.root is not None:
         unit.root.invalidate()
 
 
