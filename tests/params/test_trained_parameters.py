@@ -7,6 +7,7 @@ and after exceptions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,8 +162,10 @@ class ThroughData(torch.optim.Optimizer):
                 param.data.add_(param.grad.data, alpha=-0.1)
 
 
-def _steps_between_evaluations() -> None:
+def _steps_between_evaluations(replaces: bool) -> None:
     model, plain = sharded(reshard_after_forward=False), Model()
+    if replaces:
+        replace_parameters(model)
     optimizers = [ThroughData(each.parameters()) for each in (model, plain)]
     for _ in range(2):
         for each, optimizer in zip((model, plain), optimizers, strict=True):
@@ -173,8 +176,11 @@ def _steps_between_evaluations() -> None:
         torch.testing.assert_close(output_of(model), output_of(plain))
 
 
-def test_an_evaluation_sees_the_step_of_an_optimizer_that_writes_through_data() -> None:
-    run_ranks(_steps_between_evaluations, 2)
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_evaluation_sees_the_step_of_an_optimizer_that_writes_through_data(
+    replaces: bool,
+) -> None:
+    run_ranks(partial(_steps_between_evaluations, replaces), 2)
 
 
 class Refusing(nn.Linear):

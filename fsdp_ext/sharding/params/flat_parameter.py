@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ext import _C
 from fsdp_ext.sharding.params.dtensors import Spread
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
-from fsdp_ext.sharding.params.ownership import mark_sharded, own_grad_dtype
+from fsdp_ext.sharding.params.ownership import own_grad_dtype
 
 NAME = "_flat_param"  # as FSDP1 names it
 _IS_FLAT = "_is_flat_param"  # FSDP1's mark, which isinstance(param, FlatParameter) reads
@@ -118,7 +118,6 @@ class FlatParameter:
             )
         for param, part in self.parts(flat):
             sharded = nn.Parameter(param.spread.dtensor(part), requires_grad=param.requires_grad)
-            mark_sharded(param.sharded, sharded, param.name, unit.name)
             for module, name in param.attributes:
                 self.home(module)[name] = sharded
 

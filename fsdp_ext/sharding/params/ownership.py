@@ -216,6 +216,11 @@ def check_grad_dtype(name: str, param: nn.Parameter, *, is_extension: bool = Fal
 def mark_sharded(param: nn.Parameter, sharded: nn.Parameter, name: str, unit: str) -> None:
     """Remember that ``sharded``, called ``name`` in ``unit``, has replaced ``param``."""
     setattr(param, _SHARDED_AS, (name, unit))
+    mark_owned(sharded, unit)
+
+
+def mark_owned(sharded: nn.Parameter, unit: str) -> None:
+    """Remember that ``unit`` has ``sharded`` as a sharded parameter."""
     setattr(sharded, _SHARDED_IN, unit)
 
 

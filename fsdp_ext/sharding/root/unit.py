@@ -46,6 +46,7 @@ from fsdp_ext.sharding.params.ownership import (
     is_extension,
     keeps_own_rows,
     mark_goes_on_as,
+    mark_owned,
     mark_sharded,
     own_grad_dtype,
     quantization_of,
@@ -421,6 +422,7 @@ class Unit(ParamGroup):
         replaced = now is not param.sharded
         if replaced:
             mark_goes_on_as(param.sharded, now)
+            mark_owned(now, self.name)
             if param.grad_dtype is not None and own_grad_dtype(now) is None:
                 now.grad_dtype = param.grad_dtype
             check_again()
