@@ -237,6 +237,28 @@ def a_shape_changed_since() -> None:
         model(torch.ones(2, 4))
 
 
+def a_parameter_of_another_model() -> None:
+    owner, model = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+    for each in (owner, model):
+        fully_shard(each[0], reshard_after_forward=False)
+        fully_shard(each)
+        each(torch.ones(2, 4)).sum().backward()
+    own = model[0].weight
+    owner.reshard()
+    with raises(ValueError, "'0.weight' was replaced by one that another unit", "by a clone"):
+        model.load_state_dict(dict(owner.named_parameters()), assign=True)
+    model[0].weight = owner[0].weight
+    owner(torch.ones(2, 4))  # has the unsharded parameter since
+    with raises(ValueError, "'0.weight' was replaced by one that another unit", "by a clone"):
+        model(torch.ones(2, 4))
+    assert model[0].weight is own
+    # Do what the message says.
+    owner[0].reshard()
+    model[0].weight = nn.Parameter(owner[0].weight.detach().clone())
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
 class TwoUnits(nn.Module):
     def __init__(self, reverse: bool, width: int = 4) -> None:
         super().__init__()
@@ -351,6 +373,7 @@ def a_forward_before_the_roots() -> None:
         parameters_without_memory,
         an_optimizer_made_before,
         a_shape_changed_since,
+        a_parameter_of_another_model,
         sparse_gradients,
         a_forward_before_the_roots,
     ],

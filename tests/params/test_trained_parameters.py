@@ -6,7 +6,7 @@ and after exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -369,6 +369,43 @@ def _tied_across_units() -> None:
 
 def test_weights_that_are_tied_across_units_after_sharding_are_named() -> None:
     run_ranks(_tied_across_units, 2)
+
+
+def _swapped_between_models() -> None:
+    ours, plain = [[make() for _ in range(2)] for make in (sharded, Model)]
+    with torch.no_grad():
+        for of_second in (ours[1], plain[1]):
+            for param in of_second.parameters():
+                param *= 2
+    for _ in range(2):
+        for first, second in (ours, plain):
+            for param in (*first.parameters(), *second.parameters()):
+                param.grad = None
+            first(ones()).square().sum().backward()
+            second(ones()).square().sum().backward()
+            with torch.no_grad():
+                for param in (*first.parameters(), *second.parameters()):
+                    param -= 0.1 * param.grad
+            layers = first.layers[0], second.layers[0]
+            layers[0].weight, layers[1].weight = layers[1].weight, layers[0].weight
+    for model, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(whole(model), list(expected.parameters()))
+
+
+def _left_by_a_deleted_model() -> None:
+    model, other = sharded(), sharded()
+    output_of(other)
+    with torch.no_grad():
+        other.head.weight.fill_(3)
+    model.head.weight = other.head.weight
+    del other  # which is in reference cycles
+    model(ones()).sum().backward()
+    assert model.head.weight.full_tensor().eq(3).all()
+
+
+@pytest.mark.parametrize("work", [_swapped_between_models, _left_by_a_deleted_model])
+def test_models_may_take_each_others_parameters(work: Callable[[], None]) -> None:
+    run_ranks(work, 2)
 
 
 class LoRA(nn.Module):

@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,8 @@ from fsdp_ext.sharding.params.settings import UnitSettings
 from fsdp_ext.sharding.params.user_hooks import CustomCollective, on_stream
 
 _alive: weakref.WeakSet[Unit] = weakref.WeakSet()
+# By the id of the sharded parameter, which may have another owner since.
+_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 def units_alive() -> list[Unit]:
@@ -77,6 +80,17 @@ def _shows(attribute: tuple[nn.Module, str], param: ShardedParam) -> bool:
     """Return whether a module's attribute refers to the parameter, sharded or unsharded."""
     now = registered(*attribute)
     return now is param.sharded or (now is not None and unsharded_name(now) is not None)
+
+
+def _is_in_use(sharded: nn.Parameter, besides: Unit) -> bool:
+    """Return whether modules of another unit have the sharded parameter."""
+    owner = _owners.get(id(sharded))
+    return (
+        owner is not None
+        and owner.sharded is sharded
+        and not any(param is owner for param in besides.params)
+        and any(_shows(attribute, owner) for attribute in owner.attributes)
+    )
 
 
 class Unit(ParamGroup):
@@ -248,6 +262,7 @@ class Unit(ParamGroup):
                     # bitsandbytes would convert it into memory of its own, outside of the slot.
                     submodule.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             mark_sharded(param, found.sharded, found.name, self.name)
+            _owners[id(found.sharded)] = found
 
     def _range(self, shape: torch.Size, dim: int) -> tuple[int, int]:
         """Return where this rank's shard begins in dimension ``dim``, and its size there."""
@@ -421,12 +436,14 @@ class Unit(ParamGroup):
             )
         replaced = now is not param.sharded
         if replaced:
+            self._check_unowned(param, now)
             mark_goes_on_as(param.sharded, now)
             mark_owned(now, self.name)
             if param.grad_dtype is not None and own_grad_dtype(now) is None:
                 now.grad_dtype = param.grad_dtype
             check_again()
             param.sharded = now
+            _owners[id(now)] = param
         if replaced or (loading and self._is_untied(param)):
             self._register(param)
             replaced = True
@@ -444,6 +461,18 @@ class Unit(ParamGroup):
                 f"parameter '{param.name}' has the placements {param.spread.placements}, and "
                 f"was replaced by a DTensor with {tuple(now.placements)}. Redistribute that, "
                 "or load it without assign=True."
+            )
+
+    def _check_unowned(self, param: ShardedParam, now: nn.Parameter) -> None:
+        """Raise ValueError if ``now``, which replaces the parameter, is in use in another unit."""
+        if not _is_in_use(now, besides=self):
+            return
+        gc.collect()  # else a deleted model might be there on some ranks alone
+        if _is_in_use(now, besides=self):
+            raise ValueError(
+                f"parameter '{param.name}' was replaced by one that another unit still has, and "
+                "each unit needs memory of its own. Replace it by a clone: "
+                "nn.Parameter(other.detach().clone())."
             )
 
     def _adopt_own_rows(self, param: ShardedParam) -> bool:
