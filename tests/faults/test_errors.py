@@ -185,8 +185,9 @@ def parameters_without_memory() -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    fully_shard(mixed)
     with raises(RuntimeError, r"has parameters on \['cpu', 'meta'\]", "1.weight", "to_empty"):
-        fully_shard(mixed)
+        mixed(torch.ones(2, 4))
 
 
 def an_optimizer_made_before() -> None:

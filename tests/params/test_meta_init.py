@@ -28,6 +28,15 @@ class MixedOnMeta(Stack):
         self.blocks.to("meta")
 
 
+class PartsOnMeta(Stack):
+    """Each unit has a layer on meta and another one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.stem, *(block.up for block in self.blocks)):
+            module.to("meta")
+
+
 def full_state(run: Run) -> dict[str, Tensor]:
     """Return values for all parameters and buffers, the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
@@ -56,12 +65,20 @@ def assign_without_to_empty(run: Run) -> None:
     run.model.load_state_dict({name: like(old[name], state[name]) for name in old}, assign=True)
 
 
-def assign_blocks(run: Run) -> None:
+def assign_those_on_meta(run: Run) -> None:
     """Assign values to parameters on meta only."""
     state, old = full_state(run), run.model.state_dict()
     on_meta = {name: like(old[name], state[name]) for name in old if old[name].is_meta}
     assert on_meta
     run.model.load_state_dict(on_meta, assign=True, strict=False)
+
+
+def load_after_to_empty_of_parts(run: Run) -> None:
+    state = full_state(run)
+    for module in (run.model.stem, *(block.up for block in run.model.blocks)):
+        module.to_empty(device="cpu")
+    old = run.model.state_dict()
+    run.model.load_state_dict({name: like(old[name], state[name]) for name in old})
 
 
 def copy_in_after_to_empty(run: Run) -> None:
@@ -95,7 +112,10 @@ CASES = [
     Case("to_empty, then each module reset on one rank", OnMeta, (1,),
          after_sharding=reset_each_module),
     Case("a full state assigned", OnMeta, after_sharding=assign_without_to_empty),
-    Case("some units on meta, assigned", MixedOnMeta, after_sharding=assign_blocks),
+    Case("some units on meta, assigned", MixedOnMeta, after_sharding=assign_those_on_meta),
+    Case("parts of units on meta, assigned", PartsOnMeta, after_sharding=assign_those_on_meta),
+    Case("parts of units on meta, to_empty", PartsOnMeta,
+         after_sharding=load_after_to_empty_of_parts),
     Case("to_empty in mixed precision", OnMeta, after_sharding=load_after_to_empty,
          precision={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
 ]  # fmt: skip

@@ -153,7 +153,7 @@ class Unit(ParamGroup):
             self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
         self.params: list[ShardedParam] = sharded
         self._param_of: dict[tuple[nn.Module, str], ShardedParam] = {}  # by attribute
-        self._place_in_flat_shard(loading=False)
+        self._place_in_flat_shard(loading=True)  # some may be on meta
         _alive.add(self)
 
     @property
