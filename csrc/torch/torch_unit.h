@@ -217,7 +217,7 @@ void count_optimizer_steps_by_thread();
 void call_before_shards_move(pybind11::object function);
 
 // Tells all roots that some module has another parameter or child. The next outermost forward calls
-// when_stale. A hook on registrations calls this.
+// when_stale. Hooks on registrations and on steps of optimizers call this.
 void note_module_change();
 std::uint64_t module_changes();
 

@@ -418,6 +418,31 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def _unfrozen_later(model: Any, layer: nn.Linear) -> None:
+    model.layers.append(layer.requires_grad_(False))
+    model(ones())
+    layer.requires_grad_(True)
+
+
+def _put_in(model: Any, layer: nn.Linear) -> None:
+    model.layers._modules["2"] = layer
+
+
+UNNOTICED = [lambda model, layer: model.layers.insert(1, layer), _put_in, _unfrozen_later]
+
+
+def _added_unnoticed() -> None:
+    for add in UNNOTICED:
+        model, layer = sharded(), nn.Linear(4, 4)
+        model(ones()).sum().backward()
+        add(model, layer)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        model(ones()).sum().backward()
+        optimizer.step()  # which has its parameters checked
+        with pytest.raises(RuntimeError, match=r"'layers\.[12]\..*' was added after fully_shard"):
+            model(ones())
+
+
 def _added_after_sharding() -> None:
     message = (
         r"'layers\.1.*.down\.weight' was added after fully_shard.*before fully_shard, or freeze"
@@ -448,8 +473,11 @@ def _added_after_sharding() -> None:
     assert model._fsdp_ext_unit.impl is impl
 
 
-def test_trainable_parameters_that_are_added_after_sharding_are_refused() -> None:
-    run_ranks(_added_after_sharding, 2)
+@pytest.mark.parametrize("work", [_added_after_sharding, _added_unnoticed])
+def test_trainable_parameters_that_are_added_after_sharding_are_refused(
+    work: Callable[[], None],
+) -> None:
+    run_ranks(work, 2)
 
 
 def _wrapped_before_sharding() -> None:

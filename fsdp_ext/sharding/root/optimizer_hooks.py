@@ -76,6 +76,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         _check_params(optimizer)
         found = Checked(count, any(map(_is_shard, _params_of(optimizer))), _groups_of(optimizer))
         keep_check(optimizer, found)
+        # It may have parameters that torch's registration hooks do not tell of: unfrozen ones, and
+        # those of ModuleList.insert. The next forward looks for such parameters.
+        _C.note_module_change()
     check_lanes([group for ref in found.groups if (group := ref()) is not None])
 
 
