@@ -171,6 +171,17 @@ def layers_that_share_a_submodule() -> None:
         fully_shard(layers[1])
 
 
+class WithOwnMethod(nn.Linear):
+    def flat_shard(self) -> None: ...
+
+
+def a_method_that_would_be_hidden() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), WithOwnMethod(4, 4))
+    with raises(ValueError, r"a WithOwnMethod.*\['flat_shard'\] would be hidden", "Rename"):
+        fully_shard([model[0], model[1]])
+    fully_shard(model)(torch.ones(2, 4)).sum().backward()
+
+
 def parameters_without_memory() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -371,6 +382,7 @@ def a_forward_before_the_roots() -> None:
         one_parameter_in_two_units,
         the_root_before_its_layers,
         layers_that_share_a_submodule,
+        a_method_that_would_be_hidden,
         parameters_without_memory,
         an_optimizer_made_before,
         a_shape_changed_since,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -586,6 +586,10 @@ class FSDPModule(TorchFSDPModule):
 
 
 override_rest(FSDPModule, TorchFSDPModule)
+# The methods that PyTorch's class does not have.
+_ADDED = [
+    name for name in vars(FSDPModule) if name[0] != "_" and not hasattr(TorchFSDPModule, name)
+]
 
 
 def _advice_for_precompile() -> str:
@@ -608,8 +612,15 @@ def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
-def set_classes(modules: Iterable[nn.Module]) -> None:
+def set_classes(modules: Sequence[nn.Module]) -> None:
     """Give modules their new classes: all of them, or none if one cannot have it."""
+    for cls in map(type, modules):
+        hidden = [name for name in _ADDED if hasattr(cls, name)]
+        if hidden:
+            raise ValueError(
+                f"fully_shard got a {cls.__name__}, whose own attributes {hidden} would be hidden "
+                "by methods that fsdp_ext adds to FSDPModule. Rename them."
+            )
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for module in modules:
