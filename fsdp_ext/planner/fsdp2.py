@@ -35,15 +35,18 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         return None
     settings = root.settings
     kept = zip(root.units, settings.reshard_groups, settings.reshard_after_forward, strict=True)
-    step = _Step({unit: group if reshards else None for unit, group, reshards in kept})
+    # FSDP2 makes no FSDPParamGroup for a unit without parameters of its own.
+    step = _Step(
+        {unit: group if reshards else None for unit, group, reshards in kept if unit.params}
+    )
     for unit in root.units:
         if unit.settings.offloads:
             continue  # the host has them
         trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
         step.hold("optimizer states", unit, optimizer_states * trained)
-    step.forward(root.moments())
-    step.backward(root.backward_moments)
+    step.forward(moment for moment in root.moments() if moment.unit.params)
+    step.backward(moment for moment in root.backward_moments if moment.unit.params)
     return step.peak
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.matrix import exhaustive
-from support.planned import FAST, Block, Net
+from support.planned import FAST, ROWS, WIDTH, Block, Net
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -71,6 +71,13 @@ def a_tied_root(model: Net) -> Units:
 
 def embedding_but_not_the_head(model: Net) -> Units:
     return [model.embedding, *model.blocks]
+
+
+def blocks_in_a_container(model: Net) -> Units:
+    model.embedding = nn.Embedding(3 * ROWS, WIDTH)  # its backward is the peak
+    container = nn.Sequential(*model.blocks)
+    model.blocks = nn.ModuleList([container])
+    return [model.embedding, *container, container]
 
 
 def one_row_more_than_ranks(model: Net) -> Units:
@@ -144,6 +151,10 @@ def test_the_peak_is_that_of_a_step(ranks: int, units: Callable[[Net], Units]) -
         for policy, reshard in settings
     ]
     expect_equal_peaks((ranks,), cases)
+
+
+def test_units_without_parameters_of_their_own_change_nothing() -> None:
+    expect_equal_peaks((8,), [(blocks_in_a_container, {})])
 
 
 def test_optimizer_states_are_in_the_peak() -> None:
