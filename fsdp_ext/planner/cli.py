@@ -10,6 +10,7 @@ import argparse
 import importlib
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,9 @@ def run(arguments: Sequence[str]) -> int:
             result.to_json(path)
     except (OSError, TypeError, ValueError, NotImplementedError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()  # without it, Python would exit with 1
         return 2
     peak = result.memory.peak
     if limit is not None and peak > limit:

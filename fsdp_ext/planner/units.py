@@ -298,6 +298,8 @@ def units_of_plain(
         NotImplementedError: if the class of a parameter says how it is gathered.
     """
     chosen = set(chosen_modules(model, units, "plan"))
+    for name, param in model.named_parameters():
+        check_parameter(name, param, param.device)  # a lazy one has no shape to copy
     _refuse_extensions(model)
     copied, copies = meta_copy(model)
     # Users shard inner modules first, too.

@@ -768,6 +768,7 @@ def _tied() -> nn.Module:
             "but unit 'the root' has its shards on the host and cannot be stepped in backward",
         ),
         (_scalar, {}, ValueError, "'scale' is a scalar"),
+        (lambda: nn.LazyLinear(4), {}, ValueError, "'weight' belongs to a lazy module"),
         (_tied, {"units": Block}, ValueError, "'up.weight' is also 'up.weight' of Block"),
     ],
 )
@@ -822,6 +823,11 @@ def twins():
         return Layer(4, 4)
 
     return nn.Sequential(layer(), layer())
+
+def lazy_buffers():
+    from torch import nn
+
+    return nn.LazyBatchNorm1d(affine=False)
 
 number = 3
 """
@@ -922,6 +928,13 @@ def test_the_command_ends_with_1_where_memory_does_not_do(
     refused = capsys.readouterr()
     assert refused.out == enough.out
     assert "without activations, but --memory-limit is 1.0 MB" in refused.err
+
+
+def test_the_command_ends_with_2_after_an_error_that_it_does_not_know(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan_factory:lazy_buffers", "--world-size", "2"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
