@@ -24,7 +24,13 @@ import torch.distributed as dist
 from fsdp_ext import _C, _build_info
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import Fit, Link, Sample, fit
-from fsdp_ext.comm.transports import OF_GPUS, OF_THE_HOST, VARIABLE, resolve_transport
+from fsdp_ext.comm.transports import (
+    OF_GPUS,
+    OF_THE_HOST,
+    VARIABLE,
+    Transport,
+    resolve_transport,
+)
 
 OPERATIONS = ("all_gather", "reduce_scatter")
 # Bytes summed over all ranks: from a small layer to a large one.
@@ -141,6 +147,17 @@ def run(arguments: Sequence[str]) -> int:
         parser.error(f"--repeats is {args.repeats}; pass at least 1")
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out is in a directory that does not exist: {args.out}; make it first")
+    if args.out and Path(args.out).is_dir():
+        parser.error(f"--out needs a file and got the directory {args.out}; name a file in it")
+    asked = args.transport or os.environ.get(VARIABLE)
+    has_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
+    on_gpu = asked in OF_GPUS or (not asked and has_gpu)
+    if on_gpu and not has_gpu:
+        parser.error(f"{asked} needs GPUs and fsdp_ext's CUDA build; choose another transport")
+    try:
+        transport = resolve_transport(args.transport, "cuda" if on_gpu else "cpu")
+    except ValueError as error:
+        parser.error(str(error))
     if "RANK" not in os.environ:
         if args.ranks < 2:
             parser.error(f"--ranks is {args.ranks}; pass at least 2")
@@ -148,16 +165,13 @@ def run(arguments: Sequence[str]) -> int:
         command += [f"--nproc-per-node={args.ranks}", "-m", "fsdp_ext", "measure-link", *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         return subprocess.run(command, check=False, env=environment).returncode
-    asked = args.transport or os.environ.get(VARIABLE)
-    has_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
-    on_gpu = asked in OF_GPUS or (not asked and has_gpu)
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
-        _measure_and_print(args.transport, device, args.repeats, args.out)
+        _measure_and_print(transport, device, args.repeats, args.out)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -165,10 +179,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _measure_and_print(
-    transport: str | None, device: torch.device, repeats: int, path: str | None
+    transport: Transport, device: torch.device, repeats: int, path: str | None
 ) -> None:
     assert dist.group.WORLD is not None
-    lanes = lanes_of(dist.group.WORLD, device, resolve_transport(transport, device.type))
+    lanes = lanes_of(dist.group.WORLD, device, transport)
     if dist.get_world_size() < 2:
         raise SystemExit("measure-link needs at least 2 ranks, but there is 1. Start more.")
     samples = measure(lanes, device, repeats)

@@ -379,6 +379,11 @@ def test_the_command_line_says_what_it_expects(
     assert "--ranks is 1; pass at least 2" in fails("measure-link", "--ranks", "1")
     assert "--repeats is 0; pass at least 1" in fails("measure-link", "--repeats", "0")
     assert "that does not exist: /nope/link" in fails("measure-link", "--out", "/nope/link")
+    assert "got the directory /; name a file" in fails("measure-link", "--out", "/")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "nccl needs GPUs and" in fails("measure-link", "--transport", "nccl")
+    monkeypatch.setenv("FSDP_EXT_TRANSPORT", "gloo")
+    assert "Did you mean 'process_group'?" in fails("measure-link")
 
 
 def test_names_are_the_packages() -> None:
