@@ -85,9 +85,9 @@ def count_of_hosts(args: argparse.Namespace) -> int:
 
 
 def count_of_ranks(args: argparse.Namespace, module: ModuleType) -> int:
-    """Return how many ranks a benchmark has."""
+    """Return how many ranks a benchmark has. Without RANKS, --ranks is the benchmark's own."""
     default: int = max(getattr(module, "RANKS", 1), count_of_hosts(args))
-    return getattr(args, "ranks", None) or default
+    return (hasattr(module, "RANKS") and args.ranks) or default
 
 
 def check_hosts(parser: Parser, args: argparse.Namespace, module: ModuleType) -> None:
@@ -142,5 +142,5 @@ def check_arguments(parser: Parser, args: argparse.Namespace, module: ModuleType
         parser.error(
             f"torchrun started {there} ranks, but this runs on one; start it without torchrun"
         )
-    if getattr(args, "ranks", None) not in (None, there):
+    if hasattr(module, "RANKS") and args.ranks not in (None, there):
         parser.error(f"--ranks {args.ranks} contradicts torchrun's {there} ranks; leave it out")

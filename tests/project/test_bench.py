@@ -28,7 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import checkpoint, host_overhead, overlap, pack, predict, step, tune
+from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
+from bench.harness.options import count_of_ranks, parser_of
 from bench.models.training import OF_ONE_RANK, SMALL
 from fsdp_ext import _C
 from fsdp_ext.checkpoint.snapshot import Snapshot
@@ -553,6 +554,13 @@ def test_a_mistake_is_refused_in_a_sentence_before_anything_is_measured(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_only_a_benchmark_that_names_its_ranks_runs_on_them() -> None:
+    for name, module, expected in (("memory", memory, 1), ("muon", muon, 3)):
+        args = parser_of(name, module).parse_args(["--ranks", "3"])
+        assert args.ranks == 3
+        assert count_of_ranks(args, module) == expected
 
 
 @pytest.mark.exhaustive
