@@ -171,11 +171,10 @@ def measure_size(
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     wrong = torch.tensor([int((have != want).sum()) for have, want in outputs.values()])
     dist.all_reduce(wrong)
-    medians = slowest.median(dim=1).values.tolist()
-    of = dict(zip(calls, medians, strict=True))
+    quartiles = [statistics.quantiles(times, n=4) for times in slowest.tolist()]
+    of = {name: median for name, (_, median, _) in zip(calls, quartiles, strict=True)}
     rows = []
-    for i, (name, times) in enumerate(zip(calls, slowest.tolist(), strict=True)):
-        low, median, high = statistics.quantiles(times, n=4)
+    for i, (name, (low, median, high)) in enumerate(zip(calls, quartiles, strict=True)):
         algbw = size / median / 1e9
         rows.append(
             {

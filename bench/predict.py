@@ -170,7 +170,7 @@ def slowest(steps: list[Step]) -> tuple[float, float, float]:
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
     taken = torch.tensor([forward, backward, both], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    medians = taken.median(dim=1).values.tolist()
+    medians = [statistics.median(seconds) for seconds in taken.tolist()]
     return medians[0], medians[1], medians[2]
 
 

@@ -294,8 +294,8 @@ def measure_cable() -> Cable:
     mean = torch.tensor(cpu_seconds[1:], dtype=torch.float64)
     dist.all_reduce(mean)
     return Cable(
-        rate=PROBE_BYTES * (size // 2) / slowest.median().item(),
-        cpu_seconds_a_byte=mean.median().item() / size / PROBE_BYTES,
+        rate=PROBE_BYTES * (size // 2) / statistics.median(slowest.tolist()),
+        cpu_seconds_a_byte=statistics.median(mean.tolist()) / size / PROBE_BYTES,
     )
 
 

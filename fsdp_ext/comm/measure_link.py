@@ -71,8 +71,10 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
                     seconds.setdefault((operation, nbytes), []).append(taken)
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    medians = slowest.median(dim=1).values.tolist()
-    return [Sample(*key, median) for key, median in zip(seconds, medians, strict=True)]
+    return [
+        Sample(*key, statistics.median(times))
+        for key, times in zip(seconds, slowest.tolist(), strict=True)
+    ]
 
 
 def _part_of(buffer: torch.Tensor, count: int, turn: int) -> torch.Tensor:

@@ -483,6 +483,15 @@ def test_predict_says_how_far_it_is_from_its_bound(offs: list[float], said: str)
     assert predict.within(rows) == f"{said}percentage points {where}"
 
 
+def _slowest() -> tuple[float, float, float]:
+    step: Any = SimpleNamespace(forward=[1.0, 2.0], backward=[1.0, 4.0])
+    return predict.slowest([step])
+
+
+def test_the_median_of_an_even_number_of_steps_is_between_two() -> None:
+    assert run_ranks(_slowest, 1) == [(1.5, 2.5, 4.0)]
+
+
 @pytest.mark.exhaustive
 def test_collectives_count_no_wrong_element(tmp_path: Path) -> None:
     _, rows = _run("collectives", tmp_path / "collectives.json")
@@ -491,7 +500,11 @@ def test_collectives_count_no_wrong_element(tmp_path: Path) -> None:
     systems = ours | {"torch gloo"}
     assert {row["system"] for row in rows} == systems | {"memcpy"}
     assert all(row["wrong"] == 0 for row in rows if row["system"] in systems)
-    assert all(row["ranks"] == 2 and row["of_memcpy"] > 0 for row in rows)
+    assert all(row["ranks"] == 2 for row in rows)
+    copied = {(r["operation"], r["bytes"]): r["us"] for r in rows if r["system"] == "memcpy"}
+    for row in rows:
+        of_copy = copied[row["operation"], row["bytes"]] / row["us"]
+        assert row["of_memcpy"] == pytest.approx(of_copy)
 
 
 @pytest.mark.exhaustive
