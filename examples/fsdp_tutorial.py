@@ -172,7 +172,10 @@ def run(
     system: str, options: argparse.Namespace, device: torch.device, *, shows: bool = True
 ) -> Result:
     """Train and evaluate with one system, save the network and check the file; on all ranks."""
-    training, test = make_images(options.images, 1), make_images(options.images // 4, 2)
+    ranks = dist.get_world_size()
+    # A size that the ranks divide. Otherwise, DistributedSampler would repeat test images.
+    of_test = max(1, options.images // 4 // ranks) * ranks
+    training, test = make_images(options.images, 1), make_images(of_test, 2)
     sampler: DistributedSampler[Any] = DistributedSampler(training, seed=options.seed)
     loader = DataLoader(training, options.batch, sampler=sampler)
     own_part = DistributedSampler(test, shuffle=False)
@@ -234,6 +237,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with tempfile.TemporaryDirectory() as temporary:
         options.save = options.save or Path(temporary)
+        options.save.mkdir(parents=True, exist_ok=True)
         first_use = copy.copy(options)  # loads code, which would count as the first one's memory
         first_use.epochs, first_use.images = 1, 4 * options.batch * dist.get_world_size()
         for system in options.systems:

@@ -27,3 +27,13 @@ def test_it_learns_as_with_fsdp1_and_saves_what_a_plain_network_loads(tmp_path: 
     saved = [torch.load(tmp_path / f"network-{name}.pt") for name in ("fsdp_ext", "fsdp1")]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@pytest.mark.exhaustive
+def test_it_runs_on_ranks_that_do_not_divide_its_images_and_makes_its_folder(
+    tmp_path: Path,
+) -> None:
+    sizes = ["--epochs", "1", "--images", "200", "--width", "32"]
+    saved = tmp_path / "new" / "folder"
+    run_example(TUTORIAL, *sizes, "--systems", "fsdp_ext", "--save", str(saved), ranks=3)
+    assert (saved / "network-fsdp_ext.pt").is_file()

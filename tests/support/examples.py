@@ -1,4 +1,4 @@
-"""Runs the examples on two ranks, as a user does."""
+"""Runs the examples as a user does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run_example(name: str, *arguments: str) -> str:
-    """Run an example, and return what it printed."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def run_example(name: str, *arguments: str, ranks: int = 2) -> str:
+    """Run an example on several ranks, and return what it printed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [sys.executable, *ranks, str(EXAMPLES / name), *arguments],
+        [sys.executable, *torchrun, str(EXAMPLES / name), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
