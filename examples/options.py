@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,6 +78,8 @@ def _check_arguments(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value < 0:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; give at least 0")
+    if not 0 < options.lr < math.inf:
+        raise UsageError(f"--lr is {options.lr}; give a positive, finite number")
     if options.dim % options.heads:
         raise UsageError(
             f"--dim {options.dim} is not a multiple of --heads {options.heads}; change one of them"
@@ -101,3 +104,7 @@ def _check_arguments(options: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name} {path} is in a directory that does not exist; create it first"
             )
+        if path is not None and path.is_dir():
+            raise UsageError(f"--{name} {path} is a directory; name a file in it")
+    if options.checkpoint is not None and options.checkpoint.is_file():
+        raise UsageError(f"--checkpoint {options.checkpoint} is a file; name a directory")
