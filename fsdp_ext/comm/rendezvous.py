@@ -183,6 +183,7 @@ class Rendezvous:
         # A rank that is early for the next rendezvous must not find the offers of this one.
         self._set(f"{prefix}/left/{self.rank}", b"left")
         self._get_all(f"{prefix}/left")
+        self._delete_keys(prefix)
         return values
 
     def check_equal(self, texts: Sequence[str], what: str, advice: str) -> None:
@@ -224,6 +225,15 @@ class Rendezvous:
             self._store.set(key, value.hex())
         except RuntimeError as error:
             self._raise_lost_store(error)
+
+    def _delete_keys(self, prefix: str) -> None:
+        """Delete the keys of an exchange if all others have left, so that nobody waits for them."""
+        with contextlib.suppress(RuntimeError):  # after an error they only stay
+            if self._store.add(f"{prefix}/done", 1) == len(self.ranks):
+                for index in range(len(self.ranks)):
+                    self._store.delete_key(f"{prefix}/{index}")
+                    self._store.delete_key(f"{prefix}/left/{index}")
+                self._store.delete_key(f"{prefix}/done")
 
     def _get_all(self, prefix: str) -> list[bytes]:
         """Return the values of all ranks, in order of rank.

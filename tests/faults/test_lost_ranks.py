@@ -291,6 +291,23 @@ def test_a_late_rank_leaves_no_offer_to_the_next_rendezvous() -> None:
     assert run_ranks(_connect_twice, 2) == [expected, expected]
 
 
+def _keys_after_each_rendezvous() -> list[int]:
+    group = dist.new_group()
+    store: Any = rendezvous.store_of(group)
+    counts = []
+    for _ in range(3):
+        Rendezvous(group, b"", datetime.timedelta(seconds=10)).exchange("a test", b"")
+        dist.barrier(group)
+        counts.append(store.num_keys())
+        dist.barrier(group)
+    return counts
+
+
+def test_a_rendezvous_leaves_no_keys_in_the_store() -> None:
+    for first, *later in run_ranks(_keys_after_each_rendezvous, 3):
+        assert later == [first, first]
+
+
 def _other_version() -> str:
     if dist.get_rank() == 1:
         rendezvous.VERSION = "0.0.1"
