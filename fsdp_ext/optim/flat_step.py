@@ -1,11 +1,12 @@
 """An optimizer's step over flat memory.
 
 Note [flat steps]
-PyTorch's code for a step loops over the parameters of each group. Here each group has runs in place
-of the parameters in them: Note [flat runs] in optim/flat_runs.py. So all arithmetic, options and
-checks are PyTorch's own. Only a step sees runs: before and after it, groups and ``state`` have the
-sharded parameters. A parameter's states are DTensors over its part of the run's states. Scalars,
-such as Adam's count of steps, are equal for all parameters of a run, and each parameter has a copy.
+PyTorch's code for a step loops over the parameters of each group. Here it steps a stand-in (Note
+[stand-ins] in optim/stand_in.py), whose groups have runs in place of the parameters in them: Note
+[flat runs] in optim/flat_runs.py. So all arithmetic, options and checks are PyTorch's own, and the
+optimizer's groups and ``state`` always have the sharded parameters. A parameter's states are
+DTensors over its part of the run's states. Scalars, such as Adam's count of steps, are equal for
+all parameters of a run, and each parameter has a copy.
 
 If someone replaces states, as ``load_state_dict`` does, the next step finds runs anew and copies
 the states into them. The same happens if a parameter has a gradient in one step and none in the
@@ -15,7 +16,7 @@ next.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.clip_in_backward import ClippingInBackward
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.fused_steps import FusedSteps
+from fsdp_ext.optim.stand_in import stand_in_of
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
@@ -245,28 +247,30 @@ class FlatStep(FusedSteps):
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
         clipping = self._clipping_now
-        groups = part.find_groups(self.state, None if clipping is None else clipping.ranks_of)
-        states = self.state
-        changed = [{key: group[key] for key in ("params", "fused")} for group in self.param_groups]
+        parts = part.find_groups(self.state, None if clipping is None else clipping.ranks_of)
+        states: defaultdict[Any, Any] = defaultdict(dict)
+        groups = []
         try:
-            self.state = defaultdict(dict)
-            for group, found in zip(self.param_groups, groups, strict=True):
-                own = found.begin_step(states)
-                self.state.update(own)
+            for group, found in zip(self.param_groups, parts, strict=True):
+                own = found.begin_step(self.state)
+                states.update(own)
                 fits = found.fits_fused_code and self._fits_fused_code(group, own)
-                group.update(params=list(own), fused=self._fused_now(group, fits=fits))
+                fused = self._fused_now(group, fits=fits)
+                groups.append({**group, "params": list(own), "fused": fused})
             if clipping is not None:
-                clipping.clip(part, [pair for found in groups for pair in found.stepped()])
-            step: Any = super().step
+                clipping.clip(part, [pair for found in parts for pair in found.stepped()])
+            stand_in = stand_in_of(self, states, groups)
+            step: Any = super(FlatStep, stand_in).step
             if getattr(step, "hooked", False):  # hooks run for the step of this class
-                step = partial(step.__wrapped__, self)
+                step = partial(step.__wrapped__, stand_in)
             step()
+            for group, stepped in zip(self.param_groups, groups, strict=True):
+                del stepped["params"], stepped["fused"]
+                group.update(stepped)  # the step may count in its groups
         finally:
-            self.state = states
-            for group, before, found in zip(self.param_groups, changed, groups, strict=True):
-                group.update(before)
-                found.end_step(states)
-            part.note(states)
+            for found in parts:
+                found.end_step(self.state)
+            part.note(self.state)
 
 
 class _Part:
@@ -412,14 +416,18 @@ class _Group:
     def _publish(self, states: dict[Any, Any]) -> None:
         """Give each parameter its part of the states of its run."""
         self._scalars = _Scalars.of(self._states)
+        new: dict[Any, dict[str, Any]] = defaultdict(dict)
         for run, own in self._states:
             for name, value in own.items():
                 is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
                 parts = run.parts_of(value) if is_whole else [value] * len(run.params)
                 for param, part in zip(run.params, parts, strict=True):
-                    states.setdefault(param, {})[name] = part
+                    new[param][name] = part
         for scalars in self._scalars:  # in place of the runs', in the same order
-            scalars.put(states)
+            scalars.put(new)
+        known = [states.setdefault(param, {}) for param in new]
+        # All at once: otherwise, after an interrupt, some parameters would lack their states.
+        deque(map(dict.update, known, new.values()), maxlen=0)
         self._published = self._values_of_runs()
         self._note(states)
 
@@ -534,7 +542,7 @@ class _Scalars:
     def put(self, states: dict[Any, Any]) -> None:
         """Let each parameter have its value as a state."""
         for param, value in zip(self._params, self._of_params.unbind(), strict=True):
-            states.setdefault(param, {})[self._name] = value
+            states[param][self._name] = value
 
     @torch.no_grad()
     def follow(self) -> None:

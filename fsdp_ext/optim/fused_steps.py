@@ -4,7 +4,7 @@ Note [fused steps]
 Groups and state dicts have the ``foreach`` and ``fused`` that the user passed, so PyTorch's
 optimizers go on from them as from their own. A group with None for both has a fused step if
 PyTorch's fused code can step its tensors, and PyTorch's default step otherwise. The choice is made
-in each step, and changes the group's ``fused`` only while PyTorch's code runs.
+in each step, and only PyTorch's code sees it: Note [stand-ins] in optim/stand_in.py.
 """
 
 from __future__ import annotations

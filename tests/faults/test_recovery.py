@@ -7,6 +7,7 @@ that were accumulated before a forward fails stay.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,9 @@ from support import models
 from support.launcher import run_ranks
 from support.models import DeliberateFailure, Fragile, FragileUnit
 from support.parity import LONG_STEPS, Case, Run, check, each, train_step
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_ext import fully_shard
+from fsdp_ext import fully_shard, optim
 
 
 def fail(run: Run, step: int, where: str) -> None:
@@ -241,3 +242,118 @@ def _frozen_before_the_failure() -> None:
 
 def test_a_parameter_that_was_frozen_before_a_failure_stays_frozen() -> None:
     run_ranks(_frozen_before_the_failure, 2)
+
+
+# - Interrupts of an optimizer's step
+
+STEP = (optim.flat_step.__file__, optim.stand_in.__file__)
+
+
+class Tracer:
+    """Notes the lines that an optimizer's step runs, and raises a KeyboardInterrupt at one of them.
+
+    Args:
+        at: how many lines run before.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.lines: list[tuple[str, int]] = []
+        self._at = at
+
+    def run(self, call: Callable[[], object]) -> None:
+        sys.settrace(self._trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            assert len(self.lines) == self._at
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if name not in STEP:
+            return None
+        if event == "line":
+            if len(self.lines) == self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.lines.append((name, frame.f_lineno))
+        return self._trace
+
+
+def _steps_are_interrupted(attaches: bool, before: int) -> None:
+    """Each unit steps as the unsharded model does, or not, whichever line is interrupted."""
+    interrupt = partial(_is_interrupted, attaches, before)
+    lines = interrupt(Tracer())
+    last = {line: number for number, line in enumerate(lines)}
+    assert len(last) > 30
+    for at in last.values():
+        interrupt(Tracer(at))
+
+
+def _is_interrupted(attaches: bool, before: int, tracer: Tracer) -> list[tuple[str, int]]:
+    models, optimizers = [], []
+    for library in (optim, torch.optim):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        if library is optim:
+            fully_shard(model[0])
+            fully_shard(model)
+        models.append(model)
+        optimizers.append(library.AdamW(model.parameters(), lr=0.1, foreach=True))
+    optimizer = optimizers[0]
+    if attaches:
+        optimizer.attach(models[0])
+
+    def backward(number: int) -> None:
+        models[number](torch.arange(6.0).view(2, 3)).square().sum().backward()
+
+    def train(number: int) -> None:
+        backward(number)
+        optimizers[number].step()
+        models[number].zero_grad()
+
+    for _ in range(before):
+        train(0)
+        train(1)
+    groups = [dict(group) for group in optimizer.param_groups]
+    old = [param.full_tensor().clone() for param in models[0].parameters()]
+    if not attaches:
+        backward(0)
+    tracer.run(partial(backward, 0) if attaches else optimizer.step)
+    assert list(map(dict, optimizer.param_groups)) == groups
+    assert optimizer.state.keys() <= set(models[0].parameters())
+    models[0].zero_grad()
+    with torch.no_grad():
+        models[0](torch.ones(1, 3))  # the forward after a failed backward ends it
+    has_stepped = [
+        not torch.equal(param.full_tensor(), value)
+        for param, value in zip(models[0].parameters(), old, strict=True)
+    ]
+    assert has_stepped[::2] == has_stepped[1::2]  # the parameters of each unit
+    assert attaches or len({*has_stepped}) == 1
+    backward(1)
+    for param, has in zip(models[1].parameters(), has_stepped, strict=True):
+        if not has:
+            param.grad = None
+    optimizers[1].step()
+    models[1].zero_grad()
+    for _ in range(2):
+        train(0)
+        train(1)
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), expected)
+    return tracer.lines
+
+
+@pytest.mark.parametrize(
+    ("attaches", "before"),
+    [
+        (True, 0),
+        (False, 2),
+        pytest.param(False, 0, marks=pytest.mark.exhaustive),
+        pytest.param(True, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_interrupted_step_of_an_optimizer_is_done_or_not(attaches: bool, before: int) -> None:
+    run_ranks(_steps_are_interrupted, 1, attaches, before)

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 import fsdp_ext
 from fsdp_ext import fully_shard
 from fsdp_ext.optim import SGD, Adam, AdamW
+from fsdp_ext.optim.flat_step import FlatStep
 
 # On the host, fused kernels round the last elements of a tensor differently. In flat memory, other
 # elements are the last. With foreach, results are equal bit for bit.
@@ -593,6 +594,38 @@ def _a_failed_step_leaves_the_optimizer_whole() -> None:
     pair.train(2)
 
 
+class _Counting(torch.optim.SGD):
+    """Counts its steps in an attribute and in each group."""
+
+    count = 0
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        cls.name = name
+
+    def step(self, closure: Any = None) -> Any:
+        assert type(self).__name__ == "_FlatCounting"
+        self.count += 1
+        vars(self).pop("is_new", None)
+        for group in self.param_groups:
+            group["count"] = self.count
+        return super().step(closure)
+
+
+class _FlatCounting(FlatStep, _Counting, name="flat"):
+    pass
+
+
+def _a_step_may_write_to_its_optimizer() -> None:
+    model = sharded()
+    optimizer = _FlatCounting(model.parameters(), lr=0.1)
+    optimizer.is_new = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    assert optimizer.count == optimizer.param_groups[0]["count"] == 2
+    assert not hasattr(optimizer, "is_new")
+
+
 def _an_optimizer_is_copied() -> None:
     pair = Pair()
     pair.train(1)
@@ -635,6 +668,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _a_step_may_be_compiled,
         _hooks_run_once,
         _a_failed_step_leaves_the_optimizer_whole,
+        _a_step_may_write_to_its_optimizer,
         _an_optimizer_is_copied,
     ],
 )
