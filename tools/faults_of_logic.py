@@ -704,7 +704,7 @@ FAULTS = (
     Fault(
         "padding between gradients counts in the norm",
         f"{OPTIM}/flat_runs.py",
-        "grad[begin + each.entry.local.numel() : end].zero_()",
+        "run.grad.index_fill_(0, run.padding, 0)",
         python=("flat_optimizers", "optimizers"),
     ),
     Fault(

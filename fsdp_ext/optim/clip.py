@@ -127,6 +127,7 @@ def clip(
             f"{_CALLER} got parameters that an attached optimizer has stepped in backward, so "
             "their gradients no longer exist. To clip, pass max_norm to its attach()."
         )
+    found.clear_padding()
     grads = found.by_ranks()
     if maximum_over is not None and limits.norm_type == math.inf:
         grads = _with_whole_over(grads, maximum_over)
@@ -181,6 +182,10 @@ class _Gradients:
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the runs are still those of ``params``."""
         return _C.same_objects(params, self._given) and self._runs.are_of(self._runs.params)
+
+    def clear_padding(self) -> None:
+        """Write zeros where a run has no gradient."""
+        self._runs.clear_padding()
 
     def by_ranks(self) -> dict[NormRanks, list[torch.Tensor]]:
         """Return this rank's gradients. All ranks have the same keys in the same order."""

@@ -4,7 +4,8 @@ Note [flat runs]
 The sharded parameters of a unit lie in its flat shard, and after backward their gradients lie in
 its flat gradient, in the same order. So an operation on each element of many parameters can be one
 operation on a *run*: a part of the flat shard with parameters side by side, and the same part of
-the flat gradient. Elements between parameters are padding, which is zero.
+the flat gradient. Elements between parameters are padding. Between gradients it is cleared before
+each norm, because clipping multiplies it, too: a norm that is not finite makes it NaN.
 
 Runs are found once. Every later call checks that nothing has changed: the parameters, their memory,
 and which of them have their part of the flat gradient in ``.grad``. A parameter is in no run if it
@@ -37,12 +38,14 @@ class FlatRun:
         spreads: how each parameter is spread over ranks.
         offsets: the first element of each parameter in the run.
         whole: the run, a 1-D tensor whose ``.grad`` is the run of gradients.
+        padding: the elements between parameters; None if there are none.
     """
 
     params: list[nn.Parameter]
     spreads: list[Spread]
     offsets: list[int]
     whole: torch.Tensor
+    padding: torch.Tensor | None
 
     @property
     def grad(self) -> torch.Tensor:
@@ -124,11 +127,18 @@ class FlatRuns:
         self._locals: list[torch.Tensor] = [param._local_tensor for param in self._placed]
         # share_memory_() and .data give a tensor other memory.
         self._addresses = _C.addresses_of(self._locals)
+        self.clear_padding()  # nobody has written it yet
 
     @property
     def units(self) -> list[Unit]:
         """The units of the parameters that are alive."""
         return [unit for unit in (each() for each in self._units) if unit is not None]
+
+    def clear_padding(self) -> None:
+        """Write zeros between the gradients of each run, as a norm over it needs."""
+        for run in self.runs:
+            if run.padding is not None:
+                run.grad.index_fill_(0, run.padding, 0)
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the same runs would be found for ``params`` now."""
@@ -186,11 +196,19 @@ def _run_of(placed: list[_Placed]) -> FlatRun:
     nbytes = last.offset + last.entry.local.nbytes - first.offset
     whole = unit.flat_shard[first.offset : first.offset + nbytes].view(dtype)
     grad = unit.impl.flat_gradient()[first.grad_offset : first.grad_offset + nbytes].view(dtype)
-    offsets = [(each.offset - first.offset) // itemsize for each in placed]
-    for each, begin, end in zip(placed, offsets, [*offsets[1:], len(whole)], strict=True):
-        grad[begin + each.entry.local.numel() : end].zero_()  # padding that nobody has written
     whole.grad = grad
     entries = [each.entry for each in placed]
+    offsets = [(each.offset - first.offset) // itemsize for each in placed]
+    ends = [begin + entry.local.numel() for begin, entry in zip(offsets, entries, strict=True)]
+    gaps = [
+        torch.arange(end, begin, device=whole.device)
+        for end, begin in zip(ends, offsets[1:], strict=False)
+        if end < begin
+    ]
     return FlatRun(
-        [entry.sharded for entry in entries], [entry.spread for entry in entries], offsets, whole
+        [entry.sharded for entry in entries],
+        [entry.spread for entry in entries],
+        offsets,
+        whole,
+        torch.cat(gaps) if gaps else None,
     )

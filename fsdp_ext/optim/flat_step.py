@@ -258,6 +258,8 @@ class FlatStep(FusedSteps):
                 fused = self._fused_now(group, fits=fits)
                 groups.append({**group, "params": list(own), "fused": fused})
             if clipping is not None:
+                for found in parts:
+                    found.clear_padding()
                 clipping.clip(part, [pair for found in parts for pair in found.stepped()])
             stand_in = stand_in_of(self, states, groups)
             step: Any = super(FlatStep, stand_in).step
@@ -396,6 +398,10 @@ class _Group:
     def fits_fused_code(self) -> bool:
         """Whether PyTorch's fused code takes these parameters with the gradients of this step."""
         return self._is_real and all(each.fits_fused_code for each in self._alone)
+
+    def clear_padding(self) -> None:
+        """Write zeros where a run has no gradient."""
+        self._runs.clear_padding()
 
     def stepped(self) -> list[tuple[Any, torch.Tensor]]:
         """Return the tensors that a step changes, each with a parameter that lies in it."""

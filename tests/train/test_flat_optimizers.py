@@ -862,6 +862,32 @@ def _norms_follow_the_dtype() -> None:
     assert fsdp_ext.clip_grad_norm_(model, 1.0).dtype == torch.float64
 
 
+def _a_norm_that_is_not_finite_changes_no_later_one() -> None:
+    """A scaler leaves out a step, beside FSDP2."""
+    for set_to_none in (True, False):
+        found = []
+        for shard, clip in (
+            (fully_shard, fsdp_ext.clip_grad_norm_),
+            (torch.distributed.fsdp.fully_shard, nn.utils.clip_grad_norm_),
+        ):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
+            shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            norms = []
+            for factor in (1.0, math.inf, 1.0, 1.0):
+                scaler.scale((model(torch.ones(2, 3)) * factor).sum()).backward()
+                scaler.unscale_(optimizer)
+                norms.append(whole(clip(model.parameters(), 1.0)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            assert torch.stack(norms).isfinite().tolist() == [True, False, True, True]
+            found.append([*norms, *(whole(param) for param in model.parameters())])
+        torch.testing.assert_close(*found, equal_nan=True)
+
+
 def _norms_of_complex_gradients() -> None:
     for norm_type in (1.0, 2.0, math.inf):
         for count in (1, 2):  # complex gradients alone, and beside real ones
@@ -901,6 +927,7 @@ def _clipping_keeps_no_model() -> None:
         (_norms_do_not_depend_on_addresses, 2),
         (_norms_follow_the_dtype, 2),
         (_norms_of_complex_gradients, 1),
+        (_a_norm_that_is_not_finite_changes_no_later_one, 2),
         (_clipping_keeps_no_model, 2),
     ],
 )
