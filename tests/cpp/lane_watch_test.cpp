@@ -87,6 +87,13 @@ TEST_F(TwoLanes, RanksThatWaitForEachOtherAreADeadlock) {
   EXPECT_EQ(look(1000), kAccount);
 }
 
+TEST_F(TwoLanes, ARankThatHasReducedNothingYetMayBeInADeadlock) {
+  begin_and_block(0, kReduce);
+  begin_and_block(1, kGather);
+  of(1, kReduce).issuer.thread = Issuer::kNobody;
+  EXPECT_EQ(say(), kAccount);
+}
+
 TEST_F(TwoLanes, OneObservationIsNotEnough) {
   watch_ = std::make_unique<LaneWatch>(peers_, milliseconds(0));
   begin_and_block(0, kReduce);

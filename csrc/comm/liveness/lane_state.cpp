@@ -18,7 +18,8 @@ bool RankState::operator==(const RankState& other) const {
 bool RankState::is_stuck_in(int lane) const {
   const LaneState& in = lanes[lane];
   const LaneState& other = lanes[1 - lane];
-  const bool one_thread_issues = in.issuer == other.issuer && in.issuer != Issuer::kSeveral;
+  const bool one_thread_issues = in.issuer != Issuer::kSeveral &&
+                                 (other.issuer == in.issuer || other.issuer == Issuer::kNobody);
   return in.is_busy() && other.is_idle() && in.blocked != Issuer::kNobody && one_thread_issues &&
          in.blocked == in.issuer;
 }
