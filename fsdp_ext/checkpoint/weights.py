@@ -13,15 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_ext._util.names import WRAPPED
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.optim.state_entries import local_of
 from fsdp_ext.sharding.params.flat_parameter import is_flat, own_parameters_shown
 from fsdp_ext.sharding.root.module_state import unit_of, units_below
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
-
-# The names under which wrappers have the module that they wrap: FSDP1's, torch.compile's and that
-# of activation checkpointing.
-_WRAPPED = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def is_wrapped(model: nn.Module) -> bool:
     """Return whether the model has wrappers, which add prefixes to names."""
     wrappers = (TorchFSDP, FullyShardedDataParallel, DistributedDataParallel)
     return any(
-        isinstance(module, wrappers) or not _WRAPPED.isdisjoint(module._modules.keys())
+        isinstance(module, wrappers) or not WRAPPED.isdisjoint(module._modules.keys())
         for module in model.modules()
     )
 
@@ -177,7 +174,7 @@ def _walk(place: _Place) -> Iterator[_Place]:
     yield place
     for name, child in module._modules.items():
         if child is not None:
-            wraps = name in _WRAPPED or isinstance(module, DistributedDataParallel)
+            wraps = name in WRAPPED or isinstance(module, DistributedDataParallel)
             prefix = place.prefix if wraps else f"{place.prefix}{name}."
             yield from _walk(_Place(child, place.owner, prefix, f"{place.path}{name}."))
 

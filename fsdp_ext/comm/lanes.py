@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -88,23 +88,24 @@ def lanes_of(
     return of_group[key]
 
 
-def texts_if_different(lanes: _C.Lanes, mine: str) -> list[str] | None:
+def texts_if_different(exchange: Callable[[bytes], list[bytes]], mine: str) -> list[str] | None:
     """Return the texts of all ranks, or None if all are equal. All ranks call this together.
 
     Args:
-        lanes: the lanes of the ranks.
+        exchange: sends a message and returns those of all ranks, which are as long.
         mine: this rank's text.
     """
     said = mine.encode()
-    heads = _exchange(lanes, hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
+    heads = exchange(hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
     if all(head == heads[0] for head in heads):
         return None
     longest = max(int.from_bytes(head[-8:], "little") for head in heads)
-    texts = _exchange(lanes, said.ljust(longest, b"\0"))
+    texts = exchange(said.ljust(longest, b"\0"))
     return [text.rstrip(b"\0").decode() for text in texts]
 
 
-def _exchange(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
+def exchange_messages(lanes: _C.Lanes, mine: bytes) -> list[bytes]:
+    """Return the messages of all ranks of ``lanes``, which are as long as this rank's."""
     together, size = lanes.exchange_messages(mine), len(mine)
     return [together[start : start + size] for start in range(0, len(together), size)]
 

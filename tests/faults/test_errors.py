@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
+from support.stacks import TRANSPORTS
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -272,10 +273,10 @@ def a_parameter_of_another_model() -> None:
 
 
 class TwoUnits(nn.Module):
-    def __init__(self, reverse: bool, width: int = 4) -> None:
+    def __init__(self, reverse: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(4, width)
-        self.second = nn.Linear(4, width)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
         self.reverse = reverse
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,30 +296,28 @@ def _other_order() -> None:
     _shard_two(TwoUnits(reverse=dist.get_rank() == 1))(torch.ones(2, 4))
 
 
-def _other_size() -> None:
-    _shard_two(TwoUnits(reverse=False, width=4 + 2 * dist.get_rank()))(torch.ones(2, 4))
+class Weights(nn.Module):
+    """Weights with these names and shapes, in this order."""
 
-
-class TwoWeights(nn.Module):
-    def __init__(self, rows: tuple[int, int]) -> None:
+    def __init__(self, **shapes: tuple[int, int]) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.ones(rows[0], 4))
-        self.second = nn.Parameter(torch.ones(rows[1], 4))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.first.sum() * self.second.sum()
+        return x * sum(weight.sum() for weight in self.parameters())
 
 
 def _other_messages() -> None:
-    rows = (40, 8) if dist.get_rank() == 0 else (8, 40)  # as many bytes in as many messages
-    fully_shard(TwoWeights(rows), max_message_bytes=512)(torch.ones(2, 4))
+    most = 512 - 32 * dist.get_rank()  # as many bytes in as many messages
+    fully_shard(Weights(a=(40, 4), b=(8, 4)), max_message_bytes=most)(torch.ones(2, 4))
 
 
 def test_ranks_whose_messages_have_other_sizes_are_told() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_other_messages, 2, fresh=True)
     message = str(caught.value)  # of the rank that fails first, or of both
-    for rank, first in ((0, 512), (1, 128)):
+    for rank, first in ((0, 512), (1, 480)):
         assert re.search(rf"rank {rank} issues .* in 3 messages, the first of {first}\)", message)
 
 
@@ -332,14 +331,44 @@ def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None
     assert "the same on every rank" in message
 
 
-def test_ranks_with_units_of_other_sizes_say_which_rank_and_unit() -> None:
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_other_size, 2, fresh=True)
-    message = str(caught.value)
-    mine = "those of unit 'first' have 96 bytes on rank 0 and 128 on rank 1"
-    theirs = "those of unit 'first' have 128 bytes on rank 1 and 96 on rank 0"
-    assert mine in message or theirs in message
-    assert "the same on every rank" in message
+def _freeze(model: Any, name: str) -> None:
+    model.get_parameter(name).requires_grad_(False)
+
+
+def _divide_by_four(model: Any, name: str) -> None:
+    model.set_gradient_divide_factor(8.0 if name == "b" else None)
+
+
+def _other_parameters(transport: str) -> None:
+    other = dist.get_rank() == 3
+    options: Any = {"mesh": init_device_mesh("cpu", (2, 2)), "transport": transport}
+    equal = {"a": (8, 4), "b": (8, 4)}
+    for shapes, change, here, there in (
+        ({"b": (8, 4), "a": (8, 4)}, None, r"parameter '0\.a'", r"parameter '0\.b'"),
+        ({**equal, "a": (4, 8)}, None, r"'0\.a' \(\S+ shape \[8, 4\]", r"'0\.a' .* \[4, 8\]"),
+        ({**equal, "b": (12, 4)}, None, r"'0\.b' .* \[8, 4\]", r"'0\.b' .* \[12, 4\]"),
+        ({"a": (8, 4)}, None, r"parameter '0\.b'", "unit '1'"),
+        (equal, _freeze, r"'0\.a' .* frozen", r"'0\.a' .* trained"),
+        (equal, _divide_by_four, "unit '0' .* 0.25 before", "unit '0' .* 0.125 before"),
+    ):
+        model: Any = nn.Sequential(*[Weights(**(shapes if other else equal)) for _ in range(2)])
+        for block in model:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        if change is not None:
+            change(model[0], "b" if other else "a")
+        with raises(ValueError, "rank 0 has", here, "where rank 3 has", there, "Make the model"):
+            model(torch.ones(2, 4))
+    recomputed = nn.Sequential(nn.Linear(4, 4))
+    if other:  # which changes names alone
+        recomputed[0] = checkpoint_wrapper(recomputed[0])
+    fully_shard(recomputed, **options)
+    recomputed(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_whose_units_differ_inside_say_in_which_parameter(transport: str) -> None:
+    run_ranks(_other_parameters, 4, transport)
 
 
 def _absent_peer() -> None:

@@ -348,7 +348,7 @@ def test_shard_groups_that_cut_the_model_differently_raise() -> None:
     for message in run_ranks(_differ, 4, "bucket_bytes"):
         assert "the shard groups have different settings" in message
     for message in run_ranks(_differ, 4, "frozen"):
-        assert "bytes on shard group" in message
+        assert "where rank 2 has unit '0' (frozen)" in message
 
 
 def _ask_for_what_is_not_supported() -> None:

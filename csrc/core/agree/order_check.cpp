@@ -44,12 +44,10 @@ struct OrderCheck::Order {
 
   struct Entry {
     std::int64_t unit = kNone;
-    std::uint64_t gradient_bytes = 0;  // of all ranks, in the reduction; 0 on other meshes
-    std::uint64_t trained = 0;         // parameters
+    std::uint64_t trained = 0;  // parameters
 
     bool operator==(const Entry& other) const {
-      return unit == other.unit && gradient_bytes == other.gradient_bytes &&
-             trained == other.trained;
+      return unit == other.unit && trained == other.trained;
     }
   };
 
@@ -57,7 +55,7 @@ struct OrderCheck::Order {
   Order(const Partition& partition, const std::vector<std::unique_ptr<Unit>>& units) {
     std::size_t count = 0;
     const auto add = [&](const Entry& entry) {
-      hash = mix(mix(hash, static_cast<std::uint64_t>(entry.unit)), entry.gradient_bytes);
+      hash = mix(hash, static_cast<std::uint64_t>(entry.unit));
       hash = mix(hash, entry.trained);
       if (count < kMost) {
         entries[count++] = entry;
@@ -65,12 +63,7 @@ struct OrderCheck::Order {
     };
     for (const std::vector<int>& bucket : partition) {
       for (const int number : bucket) {
-        const Unit& unit = *units.at(static_cast<std::size_t>(number));
-        const UnitLayout& layout = unit.layout;
-        const auto elements = static_cast<std::uint64_t>(layout.grad_numel());
-        const auto ranks = static_cast<std::uint64_t>(layout.world_size());
-        const std::uint64_t bytes = elements * ranks * itemsize(layout.reduce_dtype());
-        add({number, unit.mesh == 0 ? bytes : 0, layout.trainable_count()});
+        add({number, units.at(static_cast<std::size_t>(number))->layout.trainable_count()});
       }
       add({kNextBucket});
     }
@@ -198,16 +191,7 @@ std::string OrderCheck::describe_difference(const Ranks& ranks, std::size_t rank
   const auto* const end = my_order_->entries + Order::kMost;
   const auto [mine, other] =
       std::mismatch(static_cast<const Order::Entry*>(my_order_->entries), end, theirs.entries);
-  const bool is_same_unit = mine != end && mine->unit == other->unit;
-  if (is_same_unit && mine->gradient_bytes != other->gradient_bytes) {
-    return detail::concat("All ranks must reduce the same gradients, but those of unit ",
-                          name(*mine), " have ", mine->gradient_bytes, " bytes on ",
-                          ranks.own_name(), " and ", other->gradient_bytes, " on ",
-                          ranks.name(rank),
-                          ". Make its modules, fully_shard calls, frozen parameters and mp_policy "
-                          "the same on every rank.");
-  }
-  if (is_same_unit) {
+  if (mine != end && mine->unit == other->unit) {
     return detail::concat("All ranks must train as many parameters, but ", ranks.own_name(),
                           " trains ", mine->trained, " of unit ", name(*mine), " and ",
                           ranks.name(rank), " trains ", other->trained,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdp_ext import _C
-from fsdp_ext.comm.lanes import texts_if_different
+from fsdp_ext._util.names import without_wrappers
+from fsdp_ext.comm.lanes import exchange_messages, texts_if_different
 from fsdp_ext.sharding.params.settings import RootSettings
+from fsdp_ext.sharding.root.step_checks import AllGather, MeshRanks
 from fsdp_ext.sharding.root.unit import Unit
+
+_PARAMETERS = "the comparison of the ranks' parameters in the first forward"
 
 
 def compare_groups(
@@ -18,7 +24,7 @@ def compare_groups(
 ) -> None:
     """Check that ranks agree on meshes and smaller groups, which they are about to join."""
     mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
-    said = texts_if_different(lanes, mine)
+    said = texts_if_different(partial(exchange_messages, lanes), mine)
     if said is None:
         return
     by_unit = zip(*(text.split() for text in said), strict=False)
@@ -44,6 +50,44 @@ def _ranks_that_pass(size: str, sizes: tuple[str, ...]) -> str:
     ranks = [str(rank) for rank, other in enumerate(sizes) if other == size]
     value = "True, False or None" if size == "0" else size
     return f"{value} on {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+
+
+def compare_parameters(units: Sequence[Unit], ranks: MeshRanks, all_gather: AllGather) -> None:
+    """Check that all ranks shard the same parameters, and reduce their gradients alike.
+
+    Equal sizes are not enough: in a message, parameters of equal size could be swapped.
+    """
+    mine = "\n".join(line for unit in units for line in _parameters_of(unit))
+    said = texts_if_different(partial(all_gather, _PARAMETERS), mine)
+    if said is None:
+        return
+    other = next(rank for rank, text in enumerate(said) if text != said[0])
+    lines = zip_longest(said[0].split("\n"), said[other].split("\n"), fillvalue="no more units")
+    here, there = next((here, there) for here, there in lines if here != there)
+    raise ValueError(
+        f"ranks have different parameters: {ranks.named([0])} has {here} where "
+        f"{ranks.named([other])} has {there}. Make the model the same on every rank, for example "
+        "from a sorted list instead of a set, and also its fully_shard calls, frozen parameters, "
+        "mp_policy and divide factors."
+    )
+
+
+def _parameters_of(unit: Unit) -> Iterator[str]:
+    """Describe what has to be the same on all ranks, in lines."""
+    name = f"unit '{without_wrappers(unit.name)}'"
+    reduce_dtype = unit.grad_dtypes()[1]
+    before, after = unit.gradient_scales(reduce_dtype)
+    is_trained = any(param.is_trained for param in unit.params)
+    scales = f"scaled by {before} before that and {after} after it"
+    gradients = f"its gradients reduced in {reduce_dtype}, {scales}"
+    yield f"{name} ({gradients if is_trained else 'frozen'})"
+    for param in unit.entries:
+        use = f"trained in {unit.grad_dtype(param)}" if param.is_trained else "frozen"
+        yield (
+            f"parameter '{without_wrappers(param.name)}' ({param.dtype}, shape "
+            f"{list(param.shape)}, Shard({param.shard_dim}), gathered in "
+            f"{unit.compute_dtype(param)}, {use})"
+        )
 
 
 def compare_shard_groups(

@@ -27,7 +27,11 @@ from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root import module_changes
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.auto import chosen_for
-from fsdp_ext.sharding.root.comparisons import compare_groups, compare_shard_groups
+from fsdp_ext.sharding.root.comparisons import (
+    compare_groups,
+    compare_parameters,
+    compare_shard_groups,
+)
 from fsdp_ext.sharding.root.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.root.module_state import (
     hooks_of,
@@ -165,6 +169,12 @@ class Root(UnitTree):
             unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
+        if self._needs_order_check and not self.is_provisional:
+            # Ranks of other meshes have other parameters.
+            compared = [
+                unit for unit, mesh in zip(self.units, self.meshes, strict=True) if mesh == 0
+            ]
+            compare_parameters(compared, self.mesh_ranks, impl.all_gather)
         configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
         for unit, unit_impl in zip(self.units, impls, strict=True):
             unit.bind(unit_impl)
