@@ -11,6 +11,25 @@ namespace {
 constexpr std::size_t kBlockBytes = std::size_t{512} << 20;
 constexpr std::size_t kBlockAlignment = 512;
 
+std::vector<Communicator*> communicators_of(Lanes& lanes, Lanes* replicas) {
+  std::vector<Communicator*> all;
+  const auto add = [&all](Lanes& of_ranks) {
+    all.push_back(&of_ranks.gather.communicator());
+    all.push_back(&of_ranks.reduce.communicator());
+  };
+  add(lanes);
+  for (const auto& group : lanes.groups) {
+    add(*group);
+  }
+  for (const Mesh& mesh : lanes.meshes) {
+    add(*mesh.lanes);
+  }
+  if (replicas != nullptr) {
+    add(*replicas);
+  }
+  return all;
+}
+
 }  // namespace
 
 void Lane::host_all_gather(const std::string& what, const std::string& label, const void* input,
@@ -95,6 +114,26 @@ std::size_t message_staging_bytes(Lanes& lanes) {
     bytes += message_staging_bytes(*mesh.lanes);
   }
   return bytes;
+}
+
+std::string failure_in(Lanes& lanes, Lanes* replicas) {
+  for (Communicator* communicator : communicators_of(lanes, replicas)) {
+    std::string error = communicator->async_error();
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return "";
+}
+
+void abort_after_failure(Lanes& lanes, Lanes* replicas) {
+  const std::string reason = failure_in(lanes, replicas);
+  if (reason.empty()) {
+    return;
+  }
+  for (Communicator* communicator : communicators_of(lanes, replicas)) {
+    communicator->abort(reason);
+  }
 }
 
 Lane& lane_named(Lanes& lanes, const std::string& name) {

@@ -223,6 +223,14 @@ struct Lanes {
 // smaller groups and other meshes.
 std::size_t message_staging_bytes(Lanes& lanes);
 
+// Why communication has failed in one of the lanes that a root uses; empty if it has not failed.
+// `replicas` may be null.
+std::string failure_in(Lanes& lanes, Lanes* replicas);
+
+// After such a failure, this rank issues nothing any more, in any of these lanes. So this ends all
+// of them, because ranks of another group may wait for this rank in a lane that has not failed.
+void abort_after_failure(Lanes& lanes, Lanes* replicas);
+
 Lane& lane_named(Lanes& lanes, const std::string& name);
 
 }  // namespace fsdp

@@ -99,8 +99,19 @@ class ProcessGroupCommunicator final : public Communicator {
     });
   }
 
+  // The other ranks do not know the reason, unlike that of a collective which failed.
+  void abort(const std::string& reason) override { end(reason, /*tells_others=*/true); }
+
+  std::string async_error() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+ private:
+  using Name = ComposedCollectives::Name;
+
   // A collective of the backend's own goes on until its timeout.
-  void abort(const std::string& reason) override {
+  void end(const std::string& reason, bool tells_others) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (aborted_) {
@@ -113,17 +124,9 @@ class ProcessGroupCommunicator final : public Communicator {
       composed_->give_up(reason);
     }
     if (lanes_.deadlocks != nullptr) {
-      lanes_.deadlocks->fail(reason);
+      lanes_.deadlocks->fail(reason, tells_others);
     }
   }
-
-  std::string async_error() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return error_;
-  }
-
- private:
-  using Name = ComposedCollectives::Name;
 
   // Calls work(name), with the announced name of the collective.
   template <typename Work>
@@ -138,7 +141,7 @@ class ProcessGroupCommunicator final : public Communicator {
         work(Name{*what, tag});
       } catch (const std::exception& error) {
         if (!aborted_) {
-          abort(message_of(error, *what));
+          end(message_of(error, *what), /*tells_others=*/false);
         }
         throw Error(async_error());
       }

@@ -237,6 +237,32 @@ TEST(DeadlockThread, ReportsThatALaneHasFailed) {
   EXPECT_EQ(reported.get_future().get(), "the reason");
 }
 
+// Promises the first text that is written.
+class PromisingBoard final : public Board {
+ public:
+  explicit PromisingBoard(std::promise<std::string> written) : written_(std::move(written)) {}
+
+  void write(const std::string& /*place*/, const std::string& text) override {
+    written_.set_value(text);
+  }
+  std::string read(const std::string& /*place*/) override { return ""; }
+
+ private:
+  std::promise<std::string> written_;
+};
+
+TEST(DeadlockThread, TellsOtherRanksTheReasonAfterItHasEndedItsLanes) {
+  std::promise<std::string> written;
+  std::future<std::string> told = written.get_future();
+  std::atomic<bool> has_ended = false;
+  DeadlockThread thread(std::make_unique<PromisingBoard>(std::move(written)),
+                        std::make_shared<PublishedLanes>(), 0, kInterval);
+  thread.start([&](const std::string& /*reason*/) { has_ended = true; });
+  thread.fail("the reason", /*tells_others=*/true);
+  EXPECT_EQ(told.get(), "the reason");
+  EXPECT_TRUE(has_ended);
+}
+
 // Hangs until the test lets it go on.
 class HangingBoard final : public Board {
  public:

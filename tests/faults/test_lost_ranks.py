@@ -223,6 +223,32 @@ def test_a_caught_failure_is_found_long_before_the_timeout_and_other_models_trai
     run_ranks(_step_after_an_early_failure, 2, transport, timeout=60.0, fresh=True)
 
 
+def _fail_in_one_shard_group(transport: str) -> None:
+    rank = dist.get_rank()
+    of_ranks = [dist.new_group(ranks, timeout=LONG) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    groups = [of_ranks[rank % 2], of_ranks[2 + rank // 2]]
+    numbers, names = torch.arange(4).view(2, 2), ("replicate", "shard")
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=numbers, mesh_dim_names=names)
+    model = _sharded(transport, mesh)
+    model(torch.ones(2, 8)).sum().backward()
+
+    def train() -> None:
+        for _ in range(3):
+            loss = model(torch.ones(2, 8)).sum()
+            if rank != 3:
+                loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"ranks 2 and 3 wait for each other"):
+        train()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_failure_in_one_shard_group_ends_the_others_long_before_the_timeout(
+    transport: str,
+) -> None:
+    run_ranks(_fail_in_one_shard_group, 4, transport, timeout=30.0, fresh=True)
+
+
 def _delete_after_a_failure(transport: str) -> None:
     model: Any = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
     mesh = _mesh()

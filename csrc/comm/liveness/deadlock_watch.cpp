@@ -48,6 +48,8 @@ std::string DeadlockWatch::look() {
   return account;
 }
 
+void DeadlockWatch::tell(const std::string& reason) { board_->write(kAccount, reason); }
+
 void DeadlockWatch::write_stuck(int lane, const RankState& state) {
   if (has_written_ && written_ == state) {
     return;
@@ -96,9 +98,12 @@ void DeadlockThread::start(std::function<void(const std::string&)> report) {
   thread_ = std::thread([shared = shared_, interval = interval_] { run(shared, interval); });
 }
 
-void DeadlockThread::fail(const std::string& reason) {
+void DeadlockThread::fail(const std::string& reason, bool tells_others) {
   const std::lock_guard<std::mutex> lock(shared_->failure_mutex);
-  shared_->failure = reason;
+  if (shared_->failure.empty()) {
+    shared_->failure = reason;
+    shared_->tells_others = tells_others;
+  }
 }
 
 void DeadlockThread::stop() {
@@ -126,6 +131,11 @@ std::string DeadlockThread::Shared::look() {
   return watch.look();
 }
 
+std::string DeadlockThread::Shared::reason_for_others() {
+  const std::lock_guard<std::mutex> lock(failure_mutex);
+  return tells_others ? failure : "";
+}
+
 void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
                          std::chrono::milliseconds interval) {
   std::unique_lock<std::mutex> lock(shared->mutex);
@@ -145,6 +155,16 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
         shared->report(account);
       } catch (const std::exception&) {
         // The waits could not be ended early, so they end with their timeouts.
+      }
+      shared->is_looking = true;
+      lock.unlock();
+      try {
+        const std::string reason = shared->reason_for_others();
+        if (!reason.empty()) {
+          shared->watch.tell(reason);
+        }
+      } catch (const std::exception&) {
+        // As above. The other ranks' waits end with their timeouts.
       }
       return;
     }

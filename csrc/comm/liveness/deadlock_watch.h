@@ -63,6 +63,8 @@ class DeadlockWatch {
 
   // Returns why the lanes can never go on, or nothing. Call it at intervals.
   std::string look();
+  // Tells ranks that are stuck that this rank has given up.
+  void tell(const std::string& reason);
 
  private:
   void write_stuck(int lane, const RankState& state);
@@ -91,8 +93,9 @@ class DeadlockThread {
   // Starts the thread. `report` has to end both lanes. Its argument is the reason: the result of
   // look(), or the argument of fail().
   void start(std::function<void(const std::string&)> report);
-  // Tells the thread that one lane has failed. Any thread may call this.
-  void fail(const std::string& reason);
+  // Tells the thread that one lane has failed. Any thread may call this. With `tells_others`, the
+  // other ranks learn it, too, once this rank's lanes have ended.
+  void fail(const std::string& reason, bool tells_others = false);
   // Nothing is reported any more. The board may hang, and then the thread outlives this object.
   void stop();
 
@@ -101,6 +104,7 @@ class DeadlockThread {
     explicit Shared(DeadlockWatch a_watch) : watch(std::move(a_watch)) {}
 
     std::string look();
+    std::string reason_for_others();
 
     DeadlockWatch watch;
     std::mutex mutex;
@@ -110,6 +114,7 @@ class DeadlockThread {
     // Why a lane has failed. It needs its own mutex, because report() may call fail().
     std::mutex failure_mutex;
     std::string failure;
+    bool tells_others = false;
   };
 
   static void run(const std::shared_ptr<Shared>& shared, std::chrono::milliseconds interval);

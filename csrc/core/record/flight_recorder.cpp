@@ -184,29 +184,11 @@ std::string FlightRecorder::account_before_abort() {
 
 // - Errors
 
-namespace {
-
-bool has_failed(Lanes& lanes) {
-  return !lanes.gather.communicator().async_error().empty() ||
-         !lanes.reduce.communicator().async_error().empty();
-}
-
-bool has_failed_anywhere(Lanes& lanes) {
-  return has_failed(lanes) ||
-         std::any_of(lanes.groups.begin(), lanes.groups.end(),
-                     [](const auto& group) { return has_failed(*group); }) ||
-         std::any_of(lanes.meshes.begin(), lanes.meshes.end(),
-                     [](const Mesh& mesh) { return has_failed(*mesh.lanes); });
-}
-
-}  // namespace
-
 void throw_with_flight_record(const Error& error, Lanes& lanes, Lanes* replicas) {
   const std::string message = error.what();
   const bool is_late = dynamic_cast<const TimeoutError*>(&error) != nullptr;
   const bool differs = dynamic_cast<const RanksDiffer*>(&error) != nullptr;
-  const bool is_of_ranks = is_late || differs || has_failed_anywhere(lanes) ||
-                           (replicas != nullptr && has_failed_anywhere(*replicas));
+  const bool is_of_ranks = is_late || differs || !failure_in(lanes, replicas).empty();
   if (lanes.flights == nullptr || !is_of_ranks ||
       message.find(kMarkOfAccount) != std::string::npos) {
     throw;

@@ -316,7 +316,12 @@ void Pipeline::post_backward(int number, CallId call) try {
 }
 
 // Any call that waits may find that ranks do not answer, or differ.
-void Pipeline::fail(const Error& error) { throw_with_flight_record(error, lanes_, replicas_); }
+void Pipeline::fail(const Error& error) try {
+  throw_with_flight_record(error, lanes_, replicas_);
+} catch (const Error&) {
+  abort_after_failure(lanes_, replicas_);
+  throw;
+}
 
 void Pipeline::take_steps(std::size_t count) {
   for (; count > 0; --count) {
