@@ -125,6 +125,46 @@ def test_experts_that_no_other_rank_has_train_as_under_fsdp2() -> None:
     run_ranks(compare_all, 2, TWO_RANKS)
 
 
+class NamedExperts(nn.Module):
+    """A rank has some of the experts, under their names in the whole model, and None elsewhere."""
+
+    def __init__(self, own: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linears = [nn.Linear(4, 4) for _ in range(4)]
+        self.experts = nn.ModuleList([e if i in own else None for i, e in enumerate(linears)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = x if expert is None else x + expert(x)
+        return self.head(x)
+
+
+def _train_named_experts(api: Any, **options: Any) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    first = 2 * mesh.get_local_rank("ep")
+    model: Any = NamedExperts((first, first + 1))
+    for expert in model.experts:
+        if expert is not None:
+            api.fully_shard(expert, mesh=mesh["dp"], **options)
+    api.fully_shard(model, mesh=init_device_mesh("cpu", (4,)), **options)
+    for step in range(3):
+        model(torch.full((2, 4), dist.get_rank() + step + 1.0)).square().mean().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def _named_experts() -> None:
+    theirs = _train_named_experts(fsdp)
+    for options in ({}, {"bucket_bytes": 0}):
+        for one, other in zip(_train_named_experts(fsdp_ext, **options), theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_experts_may_have_other_names_on_ranks_of_another_mesh() -> None:
+    run_ranks(_named_experts, RANKS)
+
+
 def _used_in_one_set() -> None:
     """The second set of replicas alone uses one of the experts' parameters."""
     mesh = init_device_mesh(device().type, (2, 2, 1), mesh_dim_names=("sets", "ep", "dp_ep"))

@@ -12,10 +12,11 @@ namespace fsdp {
 
 struct OrderCheck::Announcement {
   bool is_in_step_with(const Announcement& other) const {
-    return sequence == other.sequence && ranks == other.ranks && std::strcmp(unit, other.unit) == 0;
+    return sequence == other.sequence && ranks == other.ranks;
   }
-  bool has_size_of(const Announcement& other) const {
-    return bytes == other.bytes && pieces == other.pieces && sizes == other.sizes;
+  bool has_unit_of(const Announcement& other) const {
+    return std::strcmp(unit, other.unit) == 0 && bytes == other.bytes && pieces == other.pieces &&
+           sizes == other.sizes;
   }
 
   std::string describe() const {
@@ -142,11 +143,11 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
   const auto own = static_cast<std::size_t>(lane.communicator().rank());
   for (std::size_t rank = 0; rank < ranks.announcements.size(); ++rank) {
     const Announcement& theirs = ranks.announcements[rank];
-    // Ranks of another mesh may gather other sizes than this one, but all of them the same.
+    // Ranks of another mesh may gather another unit than this one, but all of them the same.
     const bool is_elsewhere = theirs.mesh != mine.mesh && theirs.is_in_step_with(mine);
     const std::size_t like = is_elsewhere ? static_cast<std::size_t>(theirs.mesh) : own;
     const Announcement& expected = ranks.announcements[like];
-    if (!theirs.is_in_step_with(expected) || !theirs.has_size_of(expected)) {
+    if (!theirs.is_in_step_with(expected) || !theirs.has_unit_of(expected)) {
       throw RanksDiffer(detail::concat(
           "As all-gather ", mine.sequence, " of the first iteration, ", ranks.name(like),
           " issues ", expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),

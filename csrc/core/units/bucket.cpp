@@ -8,13 +8,21 @@
 namespace fsdp {
 namespace {
 
-std::uint64_t identity_of(const std::string& name, const UnitLayout& layout) {
-  std::uint64_t hash = mix(name.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
-  for (const char character : name) {
+// Ranks of another mesh have units with other names and sizes in place of these: other experts.
+std::uint64_t identity_of(const std::vector<Unit*>& units, const std::string& name,
+                          const UnitLayout& layout) {
+  const bool is_of_all_ranks = units.front()->mesh == 0;
+  std::uint64_t hash = mix(units.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
+  for (const char character : is_of_all_ranks ? name : std::string()) {
     hash = mix(hash, static_cast<unsigned char>(character));
   }
+  for (const Unit* unit : units) {
+    hash = mix(hash, static_cast<std::uint64_t>(unit->number));
+  }
   for (const ParamSpec& param : layout.params()) {
+    const bool is_compared = is_of_all_ranks && param.trainable;
     hash = mix(hash, static_cast<std::uint64_t>(param.param_dtype));
+    hash = mix(hash, static_cast<std::uint64_t>(is_compared ? param.rows * param.row_numel : 0));
   }
   return hash;
 }
@@ -131,7 +139,7 @@ Bucket::Bucket(int bucket_number, std::vector<Unit*> members, Lanes& lanes)
       units(std::move(members)),
       name(name_of(units)),
       layout(layout_of(units)),
-      identity(identity_of(name, layout)),
+      identity(identity_of(units, name, layout)),
       mesh(lanes.mesh(units.front()->mesh)),
       gather(layout, units, lanes),
       reduction(layout, units, lanes),
