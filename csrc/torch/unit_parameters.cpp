@@ -215,7 +215,15 @@ bool UnitParameters::has_gradient_setting_changed(AcceptsFrozen accepts,
 
 bool UnitParameters::has_other_shards() const {
   return std::any_of(all_.begin(), all_.end(), [](const UnitParameter& parameter) {
-    return parameter.shard && !shard_of(parameter.sharded).is(parameter.shard);
+    if (!parameter.shard) {
+      return false;
+    }
+    const py::object now = shard_of(parameter.sharded);
+    if (now.is(parameter.shard)) {
+      return false;
+    }
+    // A conversion that changes nothing makes another tensor in the same memory.
+    return !THPVariable_Unpack(now.ptr()).is_alias_of(THPVariable_Unpack(parameter.shard.ptr()));
   });
 }
 

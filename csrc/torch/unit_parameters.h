@@ -34,7 +34,8 @@ struct UnitParameter {
   // From bind on. An input of an extension has none of these objects. An extension makes its
   // unsharded parameter when it is first attached.
   HeldObject sharded = {};
-  HeldObject shard = {};  // the part of the flat shard that `sharded` has; not of extensions
+  // The local tensor of `sharded`; none for extensions and under a flat parameter.
+  HeldObject shard = {};
   HeldObject unsharded_object = {};
   // A function that returns the parameter's gradient with the parameter's placements, if the
   // parameter is a DTensor while it is unsharded. Otherwise None.
@@ -97,9 +98,9 @@ class UnitParameters {
   // flat parameter has other memory than `flat_shard`. Then the next forward that autograd records
   // needs a new unit.
   bool has_gradient_setting_changed(AcceptsFrozen accepts, const at::Tensor& flat_shard) const;
-  // Whether a sharded parameter has another shard than when the unit was made. This happens if a
+  // Whether a sharded parameter lies in other memory than when the unit was made. This happens if a
   // module inside a unit is converted or emptied, or if the user swaps tensors. Then the next
-  // forward needs a new unit. Holds the GIL.
+  // forward needs a new unit. The caller holds the GIL.
   bool has_other_shards() const;
   // Raises if a parameter was unfrozen since the outermost forward began. Call it when forward
   // enters the unit, and when forward leaves it.

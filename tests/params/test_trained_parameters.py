@@ -599,6 +599,30 @@ def test_a_module_inside_a_unit_may_be_converted_emptied_or_swapped() -> None:
     run_ranks(_changed_below_units, 2)
 
 
+def load_by_swapping(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _changed_in_nothing() -> None:
+    model = sharded()
+    model(ones()).sum().backward()
+    units = [unit.impl for unit in model._fsdp_ext_unit.root.units]
+    for change in (nn.Module.float, lambda model: model.head.to("cpu"), load_by_swapping):
+        loss = model(ones()).sum()
+        change(model)
+        output_of(model)
+        loss.backward()
+        assert [unit.impl for unit in model._fsdp_ext_unit.root.units] == units
+
+
+def test_conversions_that_change_nothing_leave_the_units_as_they_are() -> None:
+    run_ranks(_changed_in_nothing, 2)
+
+
 def _divided_otherwise_after_conversion() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     model.set_gradient_divide_factor(8.0)

@@ -6,10 +6,10 @@ State dicts hold the sharded parameters, and loading one may replace them.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_ext.sharding.params.flat_parameter import registered
@@ -27,7 +27,7 @@ def install(unit: Unit) -> None:
         reshard(unit)
 
     def held(module: nn.Module) -> list[Any]:
-        """Return the module's parameters, with their local tensors, which conversions replace."""
+        """Return the module's parameters, and their local tensors, which conversions replace."""
         params = [registered(*attribute) for attribute in attributes.get(module, ())]
         return [*params, *(getattr(param, "_local_tensor", None) for param in params)]
 
@@ -39,7 +39,7 @@ def install(unit: Unit) -> None:
         had, has = before.pop(module, []), held(module)
         # Most loads copy into existing parameters, after which nothing is left to do. Anything that
         # looks at the whole unit here takes seconds for a unit of hundreds of modules.
-        if len(had) == len(has) and all(map(operator.is_, had, has)):
+        if len(had) == len(has) and all(map(_is_same, had, has)):
             return
         if unit.flat_param is not None:
             adopt_changes(unit)
@@ -51,6 +51,14 @@ def install(unit: Unit) -> None:
         hooked.register_state_dict_pre_hook(to_sharded)
         hooked._register_load_state_dict_pre_hook(before_load, with_module=True)
         hooked.register_load_state_dict_post_hook(loaded)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two parameters or local tensors are one, or lie in the same memory."""
+    return one is other or (
+        type(one) is type(other) is torch.Tensor
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
 
 
 def reshard(unit: Unit) -> None:
