@@ -359,11 +359,17 @@ def _other_parameters(transport: str) -> None:
             change(model[0], "b" if other else "a")
         with raises(ValueError, "rank 0 has", here, "where rank 3 has", there, "Make the model"):
             model(torch.ones(2, 4))
-    recomputed = nn.Sequential(nn.Linear(4, 4))
-    if other:  # which changes names alone
-        recomputed[0] = checkpoint_wrapper(recomputed[0])
-    fully_shard(recomputed, **options)
-    recomputed(torch.ones(2, 4)).sum().backward()
+    for wrap in (checkpoint_wrapper, nn.Sequential):  # they change names alone
+        wrapped = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if other:
+            wrapped[0] = wrap(wrapped[0])
+        fully_shard(wrapped, **options)
+        wrapped(torch.ones(2, 4)).sum().backward()
+    fully_shard(model := Weights(a=(4, 4), b=(4, 4)), **options)
+    model(torch.ones(2, 4)).sum().backward()
+    _freeze(model, "b" if other else "a")
+    with raises(RuntimeError, "ranks issued different collectives"):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -55,38 +55,43 @@ def _ranks_that_pass(size: str, sizes: tuple[str, ...]) -> str:
 def compare_parameters(units: Sequence[Unit], ranks: MeshRanks, all_gather: AllGather) -> None:
     """Check that all ranks shard the same parameters, and reduce their gradients alike.
 
-    Equal sizes are not enough: in a message, parameters of equal size could be swapped.
+    Equal sizes are not enough: in a message, parameters of equal size could be swapped. A name that
+    the other rank has nowhere says nothing, since a rank may wrap modules that it looks at.
     """
-    mine = "\n".join(line for unit in units for line in _parameters_of(unit))
+    mine = "\n".join(f"{name}\t{facts}" for unit in units for name, facts in _parameters_of(unit))
     said = texts_if_different(partial(all_gather, _PARAMETERS), mine)
     if said is None:
         return
-    other = next(rank for rank, text in enumerate(said) if text != said[0])
-    lines = zip_longest(said[0].split("\n"), said[other].split("\n"), fillvalue="no more units")
-    here, there = next((here, there) for here, there in lines if here != there)
-    raise ValueError(
-        f"ranks have different parameters: {ranks.named([0])} has {here} where "
-        f"{ranks.named([other])} has {there}. Make the model the same on every rank, for example "
-        "from a sorted list instead of a set, and also its fully_shard calls, frozen parameters, "
-        "mp_policy and divide factors."
-    )
+    of_ranks = [[tuple(line.split("\t")) for line in text.split("\n")] for text in said]
+    here = of_ranks[0]
+    for rank, there in enumerate(of_ranks):
+        common = {name for name, _ in here} & {name for name, _ in there}
+        for one, other in zip_longest(here, there, fillvalue=("nothing", "more")):
+            is_swapped = one[0] != other[0] and bool(common & {one[0], other[0]})
+            if one[1] != other[1] or is_swapped:
+                raise ValueError(
+                    f"ranks have different parameters: {ranks.named([0])} has {' '.join(one)} "
+                    f"where {ranks.named([rank])} has {' '.join(other)}. Make the model the same "
+                    "on every rank, for example from a sorted list instead of a set, and also its "
+                    "fully_shard calls, frozen parameters, mp_policy and divide factors."
+                )
 
 
-def _parameters_of(unit: Unit) -> Iterator[str]:
-    """Describe what has to be the same on all ranks, in lines."""
-    name = f"unit '{without_wrappers(unit.name)}'"
+def _parameters_of(unit: Unit) -> Iterator[tuple[str, str]]:
+    """Yield names with facts that have to be the same on all ranks: the unit, its parameters."""
     reduce_dtype = unit.grad_dtypes()[1]
     before, after = unit.gradient_scales(reduce_dtype)
     is_trained = any(param.is_trained for param in unit.params)
     scales = f"scaled by {before} before that and {after} after it"
     gradients = f"its gradients reduced in {reduce_dtype}, {scales}"
-    yield f"{name} ({gradients if is_trained else 'frozen'})"
+    name = without_wrappers(unit.name)
+    yield f"unit '{name}'", f"({gradients if is_trained else 'frozen'})"
     for param in unit.entries:
         use = f"trained in {unit.grad_dtype(param)}" if param.is_trained else "frozen"
         yield (
-            f"parameter '{without_wrappers(param.name)}' ({param.dtype}, shape "
-            f"{list(param.shape)}, Shard({param.shard_dim}), gathered in "
-            f"{unit.compute_dtype(param)}, {use})"
+            f"parameter '{without_wrappers(param.name)}'",
+            f"({param.dtype}, shape {list(param.shape)}, Shard({param.shard_dim}), gathered in "
+            f"{unit.compute_dtype(param)}, {use})",
         )
 
 
