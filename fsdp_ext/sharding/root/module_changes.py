@@ -1,7 +1,8 @@
 """Notices modules and parameters that users add under a sharded module, and checks them.
 
-Nothing runs in a step. torch's global registration hooks note that a watched module has changed,
-and the next outermost forward looks at the modules again.
+torch's global registration hooks note that a watched module has changed, and the next outermost
+forward looks at the modules again. So does the check of an optimizer before its first step, if it
+has parameters of no unit.
 """
 
 from __future__ import annotations

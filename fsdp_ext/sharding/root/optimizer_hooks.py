@@ -35,7 +35,7 @@ from fsdp_ext.sharding.params.ownership import (
     unsharded_name,
 )
 from fsdp_ext.sharding.params.unreduced import is_unreduced
-from fsdp_ext.sharding.root.unit import owners_of, units_alive
+from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 # Those whose step a CUDA graph has captured.
 _captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -74,11 +74,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     found = last_check(optimizer)
     if found is None or found.params != count:
         _check_params(optimizer)
-        found = Checked(count, any(map(_is_shard, _params_of(optimizer))), _groups_of(optimizer))
+        owners = owners_of(units_alive())
+        has_shards = any(map(_is_shard, _params_of(optimizer)))
+        found = Checked(count, has_shards, _groups_of(optimizer, owners))
         keep_check(optimizer, found)
-        # It may have parameters that torch's registration hooks do not tell of: unfrozen ones, and
-        # those of ModuleList.insert. The next forward looks for such parameters.
-        _C.note_module_change()
+        if any(param not in owners for param in _params_of(optimizer)):
+            # It may be of a sharded model, although torch's registration hooks did not tell of it:
+            # unfrozen since, or added by ModuleList.insert. The next forward looks for it.
+            _C.note_module_change()
     check_lanes([group for ref in found.groups if (group := ref()) is not None])
 
 
@@ -100,15 +103,16 @@ def _check_params(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> set[weakref.ref[dist.ProcessGroup]]:
+def _groups_of(
+    optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, Unit]
+) -> set[weakref.ref[dist.ProcessGroup]]:
     """Return the groups of all roots whose shards the optimizer steps.
 
     The unit of a local tensor or of a flat shard is not known, so all units count then.
     """
-    alive = units_alive()
-    owners = owners_of(alive)
     shards = list(filter(_is_shard, _params_of(optimizer)))
-    units = {owners[param] for param in shards} if owners.keys() >= set(shards) else set(alive)
+    is_known = owners.keys() >= set(shards)
+    units = {owners[param] for param in shards} if is_known else set(units_alive())
     roots = {unit.root.units[0] for unit in units if unit.root is not None}
     return {weakref.ref(group) for unit in units | roots for group in unit.ranks.groups}
 
