@@ -614,12 +614,13 @@ def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def set_classes(modules: Sequence[nn.Module]) -> None:
     """Give modules their new classes: all of them, or none if one cannot have it."""
-    for cls in map(type, modules):
-        hidden = [name for name in _ADDED if hasattr(cls, name)]
+    for module in modules:
+        own = {*module._modules, *module._parameters, *module._buffers}
+        hidden = [name for name in _ADDED if name in own or hasattr(type(module), name)]
         if hidden:
             raise ValueError(
-                f"fully_shard got a {cls.__name__}, whose own attributes {hidden} would be hidden "
-                "by methods that fsdp_ext adds to FSDPModule. Rename them."
+                f"fully_shard got a {type(module).__name__}, whose own attributes {hidden} would "
+                "be hidden by methods that fsdp_ext adds to FSDPModule. Rename them."
             )
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
