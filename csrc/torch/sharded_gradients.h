@@ -91,7 +91,8 @@ class ShardedGradients {
 
  private:
   struct Gradient {
-    // References to the DTensor and its local tensor together.
+    // References to the DTensor and its local tensor together. Those to the storage are apart,
+    // because the flat tensor has one to the storage of a present gradient.
     std::size_t references() const;
     const at::Tensor& rows() const;
 

@@ -4,8 +4,9 @@ Note [flat runs]
 The sharded parameters of a unit lie in its flat shard, and after backward their gradients lie in
 its flat gradient, in the same order. So an operation on each element of many parameters can be one
 operation on a *run*: a part of the flat shard with parameters side by side, and the same part of
-the flat gradient. Elements between parameters are padding. Between gradients it is cleared before
-each norm, because clipping multiplies it, too: a norm that is not finite makes it NaN.
+the flat gradient. Elements between parameters are padding. Between gradients it has to be zero in a
+norm. Clipping multiplies it, too, and a norm that is not finite makes it NaN. So it is cleared
+before each norm.
 
 Runs are found once. Every later call checks that nothing has changed: the parameters, their memory,
 and which of them have their part of the flat gradient in ``.grad``. A parameter is in no run if it

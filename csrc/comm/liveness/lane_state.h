@@ -19,7 +19,7 @@
 // apart, because a thread may be about to issue its first work. A wait for copies beside the lane
 // is not published, because the copies may still end.
 //
-// A lane in which a rank has issued nothing yet counts as one of the blocked thread. This is the
+// A lane in which a rank has issued nothing yet counts as the blocked thread's. This is the
 // reduce lane of the first iteration, since a forward gathers before a backward reduces. For a
 // false alarm, another thread of this rank would have to make the first reduction, while one thread
 // of the rank that is stuck in the reduce lane issues both lanes' work.
