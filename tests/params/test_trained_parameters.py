@@ -15,6 +15,7 @@ import torch
 from support.launcher import run_ranks
 from support.models import TwoLayers
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -621,6 +622,32 @@ def _changed_in_nothing() -> None:
 
 def test_conversions_that_change_nothing_leave_the_units_as_they_are() -> None:
     run_ranks(_changed_in_nothing, 2)
+
+
+class WritesIntoItself(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)  # as nn.Embedding(max_norm=...) does
+        return super().forward(x)
+
+
+def _written_in_forward(systems: list[Any]) -> None:
+    found = []
+    for system in systems:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(WritesIntoItself(4, 4))
+        for module in (model[0], model):
+            system(module)
+        found.append(torch.stack([model(ones()).detach() for _ in range(2)]))
+    assert torch.equal(*found)
+
+
+def test_a_unit_loses_what_forward_writes_into_parameters_as_under_fsdp2() -> None:
+    run_ranks(_written_in_forward, 2, [fully_shard, torch_fully_shard])
+
+
+def test_a_single_rank_keeps_what_forward_writes_into_parameters() -> None:
+    run_ranks(_written_in_forward, 1, [fully_shard, nn.Module.train])
 
 
 def _divided_otherwise_after_conversion() -> None:
