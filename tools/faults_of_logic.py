@@ -677,7 +677,7 @@ FAULTS = (
     Fault(
         "a parameter that leaves its run keeps the states of all",
         f"{OPTIM}/flat_step.py",
-        "before._give_own(self._runs.others, states)",
+        "before._give_own(self.runs.others, states)",
         python=("flat_optimizers",),
     ),
     Fault(

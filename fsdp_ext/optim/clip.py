@@ -127,7 +127,7 @@ def clip(
             f"{_CALLER} got parameters that an attached optimizer has stepped in backward, so "
             "their gradients no longer exist. To clip, pass max_norm to its attach()."
         )
-    found.clear_padding()
+    found.runs.clear_padding()
     grads = found.by_ranks()
     if maximum_over is not None and limits.norm_type == math.inf:
         grads = _with_whole_over(grads, maximum_over)
@@ -167,7 +167,7 @@ class _Gradients:
         params = _sharded(params)
         owners = owners_of(units_alive())
         ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
-        self._runs = FlatRuns(params, ranks.get)
+        self.runs = FlatRuns(params, ranks.get)
         # From the parameters, because other ranks may lack gradients that this rank has.
         self._ranks = list(dict.fromkeys(ranks.values()))
         self._ranks_of = ranks
@@ -177,22 +177,18 @@ class _Gradients:
     @property
     def units(self) -> list[Unit]:
         """The units of the parameters that are alive."""
-        return self._runs.units
+        return self.runs.units
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the runs are still those of ``params``."""
-        return _C.same_objects(params, self._given) and self._runs.are_of(self._runs.params)
-
-    def clear_padding(self) -> None:
-        """Write zeros where a run has no gradient."""
-        self._runs.clear_padding()
+        return _C.same_objects(params, self._given) and self.runs.are_of(self.runs.params)
 
     def by_ranks(self) -> dict[NormRanks, list[torch.Tensor]]:
         """Return this rank's gradients. All ranks have the same keys in the same order."""
         found: dict[NormRanks, list[torch.Tensor]] = {ranks: [] for ranks in self._ranks}
-        for run in self._runs.runs:
+        for run in self.runs.runs:
             found[self._ranks_of[run.params[0]]].append(run.grad)
-        for param in _C.with_gradients(self._runs.others):
+        for param in _C.with_gradients(self.runs.others):
             found[self._ranks_of[param]].append(_local_grad(param))
         return found
 

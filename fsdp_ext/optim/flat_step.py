@@ -259,7 +259,7 @@ class FlatStep(FusedSteps):
                 groups.append({**group, "params": list(own), "fused": fused})
             if clipping is not None:
                 for found in parts:
-                    found.clear_padding()
+                    found.runs.clear_padding()
                 clipping.clip(part, [pair for found in parts for pair in found.stepped()])
             stand_in = stand_in_of(self, states, groups)
             step: Any = super(FlatStep, stand_in).step
@@ -359,18 +359,18 @@ class _Group:
             own = _kinds_of(param, states.get(param), read)
             return own if own is None or key is None else (own, key(param))
 
-        self._runs = FlatRuns(params, kinds)
-        self._is_real = not any(param.is_complex() for param in self._runs.others)
+        self.runs = FlatRuns(params, kinds)
+        self._is_real = not any(param.is_complex() for param in self.runs.others)
         known = {} if before is None else before._intact(states)
         # Each run's states, a dict to which PyTorch's code adds.
         self._states = [
-            (run, known.get(_key_of(run)) or _joined(run, states)) for run in self._runs.runs
+            (run, known.get(_key_of(run)) or _joined(run, states)) for run in self.runs.runs
         ]
         self._alone: list[_Alone] = []
         self._published: list[Any] = []  # values of runs' states that the parameters have, too
         self._scalars: list[_Scalars] = []
         if before is not None:
-            before._give_own(self._runs.others, states)
+            before._give_own(self.runs.others, states)
         self._note(states)
 
     def is_of(
@@ -386,11 +386,11 @@ class _Group:
             states: the optimizer's; None if each parameter has the same dict as then.
             key: as for :meth:`_Part.find_groups`.
         """
-        return key == self._key and self._runs.are_of(params) and self._has_only(states)
+        return key == self._key and self.runs.are_of(params) and self._has_only(states)
 
     def begin_step(self, states: dict[Any, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the tensors that PyTorch's code steps, with their states."""
-        self._alone = [_Alone(param, states) for param in _C.with_gradients(self._runs.others)]
+        self._alone = [_Alone(param, states) for param in _C.with_gradients(self.runs.others)]
         of_runs = {run.whole: own for run, own in self._states}
         return of_runs | {each.whole: each.states for each in self._alone}
 
@@ -398,10 +398,6 @@ class _Group:
     def fits_fused_code(self) -> bool:
         """Whether PyTorch's fused code takes these parameters with the gradients of this step."""
         return self._is_real and all(each.fits_fused_code for each in self._alone)
-
-    def clear_padding(self) -> None:
-        """Write zeros where a run has no gradient."""
-        self._runs.clear_padding()
 
     def stepped(self) -> list[tuple[Any, torch.Tensor]]:
         """Return the tensors that a step changes, each with a parameter that lies in it."""
@@ -441,7 +437,7 @@ class _Group:
         return [value for _, own in self._states for value in own.values()]
 
     def _note(self, states: dict[Any, Any]) -> None:
-        in_runs = [param for run in self._runs.runs for param in run.params]
+        in_runs = [param for run in self.runs.runs for param in run.params]
         self._entries = StateEntries(states, in_runs)
         self._values = self._entries.values()
 

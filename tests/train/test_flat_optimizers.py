@@ -258,7 +258,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def runs_of(optimizer: Any) -> list[Any]:
     """Return the runs that the last step took."""
-    return [run for group in optimizer._every.groups for run in group._runs.runs]
+    return [run for group in optimizer._every.groups for run in group.runs.runs]
 
 
 def _states_are_those_of_torch() -> None:
