@@ -62,19 +62,33 @@ def compare_parameters(units: Sequence[Unit], ranks: MeshRanks, all_gather: AllG
     said = texts_if_different(partial(all_gather, _PARAMETERS), mine)
     if said is None:
         return
-    of_ranks = [[tuple(line.split("\t")) for line in text.split("\n")] for text in said]
-    here = of_ranks[0]
-    for rank, there in enumerate(of_ranks):
-        common = {name for name, _ in here} & {name for name, _ in there}
-        for one, other in zip_longest(here, there, fillvalue=("nothing", "more")):
-            is_swapped = one[0] != other[0] and bool(common & {one[0], other[0]})
-            if one[1] != other[1] or is_swapped:
-                raise ValueError(
-                    f"ranks have different parameters: {ranks.named([0])} has {' '.join(one)} "
-                    f"where {ranks.named([rank])} has {' '.join(other)}. Make the model the same "
-                    "on every rank, for example from a sorted list instead of a set, and also its "
-                    "fully_shard calls, frozen parameters, mp_policy and divide factors."
-                )
+    for rank, text in enumerate(said):
+        different = _first_difference(_lines_of(said[0]), _lines_of(text))
+        if different is not None:
+            here, there = map(" ".join, different)
+            raise ValueError(
+                f"ranks have different parameters: {ranks.named([0])} has {here} where "
+                f"{ranks.named([rank])} has {there}. Make the model the same on every rank, for "
+                "example from a sorted list instead of a set, and also its fully_shard calls, "
+                "frozen parameters, mp_policy and divide factors."
+            )
+
+
+_Line = tuple[str, ...]  # a name, and facts
+
+
+def _lines_of(text: str) -> list[_Line]:
+    return [tuple(line.split("\t")) for line in text.split("\n")]
+
+
+def _first_difference(here: list[_Line], there: list[_Line]) -> tuple[_Line, _Line] | None:
+    """Return the first lines that differ in facts, or in a name that both ranks have."""
+    common = {name for name, _ in here} & {name for name, _ in there}
+    for one, other in zip_longest(here, there, fillvalue=("nothing", "more")):
+        names = {one[0], other[0]}
+        if one[1] != other[1] or (len(names) == 2 and names & common):
+            return one, other
+    return None
 
 
 def _parameters_of(unit: Unit) -> Iterator[tuple[str, str]]:
