@@ -229,8 +229,9 @@ def _fail_in_one_shard_group(transport: str) -> None:
     groups = [of_ranks[rank % 2], of_ranks[2 + rank // 2]]
     numbers, names = torch.arange(4).view(2, 2), ("replicate", "shard")
     mesh = DeviceMesh.from_group(groups, "cpu", mesh=numbers, mesh_dim_names=names)
-    model = _sharded(transport, mesh)
-    model(torch.ones(2, 8)).sum().backward()
+    model, of_same_ranks = _sharded(transport, mesh), _sharded(transport, mesh["shard"])
+    for each in (model, of_same_ranks):
+        each(torch.ones(2, 8)).sum().backward()
 
     def train() -> None:
         for _ in range(3):
@@ -238,8 +239,9 @@ def _fail_in_one_shard_group(transport: str) -> None:
             if rank != 3:
                 loss.backward()
 
-    with pytest.raises(RuntimeError, match=r"ranks 2 and 3 wait for each other"):
-        train()
+    for use in (train, lambda: of_same_ranks(torch.ones(2, 8)).sum().backward()):
+        with pytest.raises(RuntimeError, match=r"ranks 2 and 3 wait for each other"):
+            use()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
