@@ -11,15 +11,15 @@
 //
 // Note [gradients of users]
 // A user may put another tensor into .grad before backward: one of their own, or an older gradient
-// that they hold. The reduction adds its values, so it copies them into the flat gradient, whose
-// tensor takes its place in .grad. The end of backward copies the result back and puts the user's
-// tensor back into .grad, as if backward had added to it in place. A backward that fails puts it
-// back as it was.
+// that they hold. The reduction has to add to its values. So it first copies them into the flat
+// gradient, and puts the gradient that lies there into .grad. The end of backward copies the result
+// into the user's tensor and puts that back into .grad, as if backward had added to it in place.
+// After a backward that fails, .grad has the user's tensor with its old values.
 //
 // Note [flat parameters]
 // FSDP1 with use_orig_params=False shows one flat parameter for each unit. Its gradient is the
-// whole flat gradient, as one plain tensor in place of the DTensors. The padding in it stays zero,
-// because optimizers and norms take all elements.
+// whole flat gradient, as one plain tensor in place of the DTensors. Optimizers and norms take all
+// elements, so each reduction writes zeros into the padding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +66,8 @@ class ShardedGradients {
   void set_memory(std::shared_ptr<void> memory);
   // A tensor of the user's, and the number of its gradient.
   using Import = std::pair<std::size_t, at::Tensor>;
-  // Copies `shown`, the tensor in .grad, into gradient i, which takes its place. Keeps it if it is
-  // the user's: Note [gradients of users]. Takes the GIL.
+  // `shown` is the tensor in .grad. Copies its values into gradient i, replaces it by that, and
+  // keeps the old tensor if a user has it: Note [gradients of users]. Takes the GIL.
   void import(std::size_t i, at::Tensor& shown);
   // Returns the tensors that import() has kept, and drops them.
   std::vector<Import> take_imports() { return std::exchange(imports_, {}); }
@@ -91,8 +91,8 @@ class ShardedGradients {
 
  private:
   struct Gradient {
-    // References to the DTensor and its local tensor together. Those to the storage are apart,
-    // because the flat tensor has one to the storage of a present gradient.
+    // References to the DTensor and its local tensor together. References to the storage are
+    // counted separately: the flat tensor refers to the storages of present gradients only.
     std::size_t references() const;
     const at::Tensor& rows() const;
 

@@ -70,7 +70,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Every backward hook calls this first. `node` is behind the output that backward has reached.
   void ensure_backward(const torch::autograd::Node* node = nullptr);
   GraphCalls& graph_calls() { return graph_calls_; }
-  // Whether a forward that begins now needs new units, because parameters were frozen or unfrozen.
+  // Whether a forward that begins now needs new units, because parameters were frozen, unfrozen or
+  // converted.
   bool needs_new_units() const;
   // Python has checked the current modules.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }

@@ -28,8 +28,8 @@
 //
 // A parameter may also be frozen after backwards without gradient sync have accumulated gradients
 // of it. As in FSDP2 and in a model that is not sharded, the next reduction includes them. The
-// units are recreated after it: UnitGradients::awaits_reduction. All ranks of a shard group decide
-// this alike, because they need the same layouts.
+// units are recreated after it: UnitGradients::awaits_reduction. All ranks of a shard group come to
+// the same decision, because they need the same layouts.
 //
 // Note [double backward]
 // A backward with create_graph=True makes a graph that reads the parameters again, and no hook runs

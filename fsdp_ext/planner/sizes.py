@@ -275,7 +275,7 @@ class _Gradients:
         self._bytes = [bucket["gradient_bytes"] for bucket in found["buckets"]]
         self._units = [[root.units[n] for n in bucket["units"]] for bucket in found["buckets"]]
         self._bucket_of = {unit: i for i, units in enumerate(self._units) for unit in units}
-        # The buckets that backward has not packed yet. It packs the last one next.
+        # The buckets that backward has still to pack. The last one is next.
         in_forward = (self._bucket_of[moment.unit] for moment in reversed(backward))
         self._order = list(dict.fromkeys(in_forward))
         trained = [moment.param for moment in backward if moment.param and moment.param.is_trained]

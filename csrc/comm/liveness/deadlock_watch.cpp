@@ -164,7 +164,7 @@ void DeadlockThread::run(const std::shared_ptr<Shared>& shared,
           shared->watch.tell(reason);
         }
       } catch (const std::exception&) {
-        // As above. The other ranks' waits end with their timeouts.
+        // The reason could not be written, so the waits of other ranks end with their timeouts.
       }
       return;
     }

@@ -94,7 +94,7 @@ class DeadlockThread {
   // look(), or the argument of fail().
   void start(std::function<void(const std::string&)> report);
   // Tells the thread that one lane has failed. Any thread may call this. With `tells_others`, the
-  // other ranks learn it, too, once this rank's lanes have ended.
+  // thread ends this rank's lanes, and then writes the reason on the board for the other ranks.
   void fail(const std::string& reason, bool tells_others = false);
   // Nothing is reported any more. The board may hang, and then the thread outlives this object.
   void stop();

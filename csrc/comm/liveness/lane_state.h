@@ -19,10 +19,9 @@
 // apart, because a thread may be about to issue its first work. A wait for copies beside the lane
 // is not published, because the copies may still end.
 //
-// A lane in which a rank has issued nothing yet counts as the blocked thread's. This is the
-// reduce lane of the first iteration, since a forward gathers before a backward reduces. For a
-// false alarm, another thread of this rank would have to make the first reduction, while one thread
-// of the rank that is stuck in the reduce lane issues both lanes' work.
+// In its first iteration, a rank has issued gathers in forward, and no reduction yet. Its reduce
+// lane then has no issuing thread. The test assumes that this will be the thread that is blocked in
+// the gather lane. It would be wrong only if another thread issued the rank's first reduction.
 #pragma once
 
 #include <cstdint>

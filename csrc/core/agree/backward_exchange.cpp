@@ -173,8 +173,8 @@ void BackwardExchange::receive() {
   }
 }
 
-// The ranks of a shard group issue the same gathers and reductions. Another shard group may issue
-// others, for example to evaluate more batches or to train another model. All ranks issue the same
+// The ranks of one shard group issue the same gathers and reductions. Two shard groups may issue
+// different ones, for example if one of them evaluates more batches. All ranks issue the same
 // all-reductions.
 void BackwardExchange::compare_hashes() {
   const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());

@@ -387,8 +387,8 @@ UnpackPlan UnitLayout::keep_plan(int rank) const {
   return plan;
 }
 
-// Entries include the padding behind them, which is zero in the source unless a hook has written
-// it: users may have written to the gradient's padding, and norms take all elements.
+// Each entry includes the padding behind its chunk. It is zero in the source, unless a hook has
+// written there. This resets what users have written to the gradient's padding, which norms count.
 CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
   CastPlan plan;
   const std::int64_t first = first_gradient(part);

@@ -13,8 +13,10 @@ std::uint64_t identity_of(const std::vector<Unit*>& units, const std::string& na
                           const UnitLayout& layout) {
   const bool is_of_all_ranks = units.front()->mesh == 0;
   std::uint64_t hash = mix(units.size(), static_cast<std::uint64_t>(layout.reduce_dtype()));
-  for (const char character : is_of_all_ranks ? name : std::string()) {
-    hash = mix(hash, static_cast<unsigned char>(character));
+  if (is_of_all_ranks) {
+    for (const char character : name) {
+      hash = mix(hash, static_cast<unsigned char>(character));
+    }
   }
   for (const Unit* unit : units) {
     hash = mix(hash, static_cast<std::uint64_t>(unit->number));

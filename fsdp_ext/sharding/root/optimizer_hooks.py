@@ -79,8 +79,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         found = Checked(count, has_shards, _groups_of(optimizer, owners))
         keep_check(optimizer, found)
         if any(param not in owners for param in _params_of(optimizer)):
-            # It may be of a sharded model, although torch's registration hooks did not tell of it:
-            # unfrozen since, or added by ModuleList.insert. The next forward looks for it.
+            # torch's registration hooks do not report ModuleList.insert, or a new parameter that is
+            # unfrozen later. So the next forward checks whether a sharded model has this one.
             _C.note_module_change()
     check_lanes([group for ref in found.groups if (group := ref()) is not None])
 

@@ -389,7 +389,8 @@ class Root(UnitTree):
     def waits_for_reductions(self) -> bool:
         """Whether a backward waits for the reductions of gradients at its end.
 
-        On the host every backward does, as under FSDP2, whose collectives block there.
+        On the host, every backward waits. FSDP2's collectives block there, so users may read
+        gradients after any backward.
         """
         settings = self.units[0].settings
         is_waited = settings.is_last_backward or self.units[0].device.type == "cpu"

@@ -402,9 +402,10 @@ class Unit(ParamGroup):
         Raises:
             ValueError: as :meth:`flatten`.
         """
-        if not self.is_summoned:
-            self._adopt_all([self._param_of[attribute] for attribute in attributes], loading=True)
-        return not self.is_summoned
+        if self.is_summoned:
+            return False
+        self._adopt_all([self._param_of[attribute] for attribute in attributes], loading=True)
+        return True
 
     def _adopt_all(self, params: Sequence[ShardedParam], *, loading: bool) -> bool:
         """Adopt the parameters that modules have now. Return whether any was replaced."""

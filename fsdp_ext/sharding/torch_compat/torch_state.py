@@ -73,8 +73,8 @@ class ParamView(_View):
     _param_fqn = property(lambda self: self._param.name)
 
 
-# Settings of FSDPParamGroup, with their names here. PyTorch's setters of a replicated module also
-# set them on the sharded modules inside it.
+# Maps the names of FSDPParamGroup's settings to ours. The setters of PyTorch's `replicate` also
+# change these settings of sharded modules inside the replicated one.
 _SETTINGS = {
     "reduce_grads": "requires_gradient_sync",
     "all_reduce_grads": "requires_all_reduce",
