@@ -205,7 +205,8 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
     of_layer = sum(param.numel() for param in model.layers[0].parameters())
     shares = step.ranks // replicas, replicas
     typical = link_of_buckets(("nccl", "nccl"), "nccl", *shares)
-    message = min(step.reduce_bytes * of_layer, default_reduction_bytes(typical, *shares))
+    reduced = step.reduce_bytes * of_layer
+    message = min(reduced, default_reduction_bytes(typical, *shares, median=reduced))
     return fsdp_ext.plan(
         model,
         step.ranks,

@@ -74,18 +74,21 @@ def default_bucket_bytes(link: Link) -> int:
     return round(LAUNCHES * link.alpha * link.beta)
 
 
-def default_reduction_bytes(link: Link, ranks: int, replicas: int) -> int:
+def default_reduction_bytes(link: Link, ranks: int, replicas: int, median: int) -> int:
     """Return the size of the largest message of a reduction, summed over all ranks.
 
     By the figures of the link, cuts add at most a sixteenth to the reduction's time, as latency.
     Those figures are of 8 and of 32 ranks, and a ring's latency grows with its ranks. The lower
     bound makes cuts rare in small models, where they would save little memory. With replicas,
-    rings are short, and 512 MiB are enough.
+    rings are short, and 512 MiB are enough. Otherwise 1 GiB is the bound, or the median of the
+    units if that is more: beyond it, whole messages of a few large units, such as an embedding,
+    would take more memory than their latency is worth.
 
     Args:
         link: a typical link of the transport.
         ranks: the number of ranks in a shard group.
         replicas: how many such shard groups there are. Each message is summed over them, too.
+        median: the median size of the units' reductions, summed over all ranks.
     """
     wanted = max(16 * link.alpha * link.beta * max(1, ranks * replicas / 64), 256 * 2**20)
-    return round(wanted if replicas == 1 else min(wanted, 512 * 2**20))
+    return round(min(wanted, 512 * 2**20 if replicas > 1 else max(2**30, median)))

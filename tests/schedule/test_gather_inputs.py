@@ -75,7 +75,7 @@ def test_gathers_in_place_train_as_those_from_kept_inputs_and_as_fsdp2(case: str
 def _cut_reductions(limit: int) -> tuple[list[int], list[int]]:
     whole = _train(sharded(mp_policy=HALF, bucket_bytes=0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_tree, "default_reduction_bytes", lambda link, ranks, replicas: limit)
+        patch.setattr(unit_tree, "default_reduction_bytes", lambda *_: limit)
         model = sharded(mp_policy=HALF, bucket_bytes=0)
         assert all(map(torch.equal, _train(model), whole))
     buckets = model._fsdp_ext_unit.root.impl.buckets()

@@ -164,6 +164,18 @@ class ParamGroup:
         )
         return min(sharded, key=lambda dtype: dtype.itemsize, default=torch.float32), reduce_dtype
 
+    def reduction_bytes(self) -> int:
+        """Return about how many bytes the unit's reduction has, without padding.
+
+        It may be called before the dtypes of gradients are checked.
+        """
+        reduce_dtype = self.settings.mp_policy.reduce_dtype
+        return sum(
+            param.shape.numel() * (reduce_dtype or self.compute_dtype(param)).itemsize
+            for param in self.params
+            if param.is_trained
+        )
+
     def check_message_bytes(self, params: Sequence[Param], most: int, *, training: bool) -> None:
         """Check that a message of ``most`` bytes has room for one row of a parameter of each rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Sequence
 
@@ -144,13 +145,14 @@ class UnitTree:
         """
         root = self.units[0].settings
         stays = decision.choice.stays_unsharded if decision is not None else ()
+        median = statistics.median_low(unit.reduction_bytes() for unit in self.units)
         prefetch = root.prefetch if isinstance(root.prefetch, int) else DEFAULT_PREFETCH
         if decision is not None and decision.covers(root.prefetch):
             prefetch = decision.choice.prefetch
         return RootSettings(
             prefetch=prefetch,
             bucket_bytes=tuple(self._bucket_bytes(unit, link, decision) for unit in self.units),
-            message_limits=tuple(self._message_limits(unit, link) for unit in self.units),
+            message_limits=tuple(self._message_limits(unit, link, median) for unit in self.units),
             reshard_after_forward=tuple(
                 number >= self.root_units and number not in stays
                 if unit.settings.reshard_after_forward is None
@@ -168,11 +170,16 @@ class UnitTree:
             return decision.choice.bucket_bytes
         return asked if isinstance(asked, int) else default_bucket_bytes(link)
 
-    def _message_limits(self, unit: ParamGroup, link: Link) -> tuple[int, int]:
+    def _message_limits(self, unit: ParamGroup, link: Link, median: int) -> tuple[int, int]:
         """Return the size of the largest message of gathers and of reductions; 0 for any size.
 
         That is the unit's own setting, or else the root's. Reductions have a limit in any case,
         because a reduction's message needs one or two buffers of its size.
+
+        Args:
+            unit: the unit.
+            link: the link that the default is computed from.
+            median: the median of the units' ``reduction_bytes()``.
         """
         asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
         if unit.world_size == 1:
@@ -181,5 +188,5 @@ class UnitTree:
             unit.check_message_bytes(unit.entries, asked, training=True)
             return asked, asked
         is_whole = unit.settings.communication_hook is not None
-        largest = default_reduction_bytes(link, unit.world_size, unit.replicas)
+        largest = default_reduction_bytes(link, unit.world_size, unit.replicas, median)
         return 0, 0 if is_whole else largest
