@@ -46,7 +46,7 @@ def plan(
     units: Units | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     bucket_bytes: int | None = None,
-    max_message_bytes: int | None = None,
+    max_message_bytes: int | tuple[int | None, int | None] | None = None,
     prefetch: int | None = None,
     keep_gather_inputs: bool | None = None,
     reshard_after_forward: bool | int | None = None,

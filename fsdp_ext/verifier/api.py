@@ -39,7 +39,7 @@ def verify(
     reshard_after_forward: bool | int | None = None,
     transport: str | None = None,
     bucket_bytes: int | Literal["auto"] | None = None,
-    max_message_bytes: int | None = None,
+    max_message_bytes: int | tuple[int | None, int | None] | None = None,
     prefetch: int | Literal["auto"] | None = None,
     ranks: int | None = None,
     verbose: bool = True,

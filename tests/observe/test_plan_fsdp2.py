@@ -11,6 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ext import Simulated, fully_shard, plan
 
+_MEMORY = Path(__file__).resolve().parents[2] / "docs" / "design" / "memory.md"
 FP32 = MixedPrecisionPolicy()
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALF_ON_THE_WIRE = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
@@ -228,6 +230,17 @@ def test_large_models_take_no_more_memory_than_under_fsdp2(
     memory = plan(model, ranks, replicas=replicas, units=units, mp_policy=HALF, **options).memory
     assert memory.fsdp2_peak is not None
     assert memory.peak <= memory.fsdp2_peak
+
+
+@pytest.mark.parametrize(("ranks", "policy"), [(64, HALF_ON_THE_WIRE), (64, FP32), (1024, HALF)])
+def test_higher_peaks_are_documented(ranks: int, policy: MixedPrecisionPolicy) -> None:
+    with torch.device("meta"):
+        model = Llama(*LLAMA_8B)
+    units: Units = [LlamaLayer, model.embedding, model.head]
+    memory = plan(model, ranks, units=units, mp_policy=policy).memory
+    assert memory.fsdp2_peak is not None
+    cell = f" {memory.peak / 2**30:.2f}, {memory.fsdp2_peak / 2**30:.2f} |"
+    assert cell in _MEMORY.read_text(encoding="utf-8")
 
 
 # - What plan shows

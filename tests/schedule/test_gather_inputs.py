@@ -89,6 +89,27 @@ def test_reductions_are_cut_by_default_and_gathers_are_not(limit: int) -> None:
     assert min(reductions[1:]) > 1
 
 
+def _limits_of_each() -> dict[tuple[int | None, int | None], list[int]]:
+    found = {}
+    for pair in ((None, 600), (600, None), (600, 900), (None, None)):
+        model = sharded(mp_policy=HALF, bucket_bytes=0, max_message_bytes=pair)
+        _train(model)
+        bucket = model._fsdp_ext_unit.root.impl.buckets()[-1]
+        found[pair] = [bucket["gather_messages"], bucket["reduce_messages"]]
+    return found
+
+
+def test_gathers_and_reductions_have_limits_of_their_own() -> None:
+    found = run_ranks(_limits_of_each, 2)[0]
+    assert found[None, None] == [1, 1]
+    whole_gathers, cut = found[None, 600]
+    assert whole_gathers == 1 < cut
+    cut_gathers, whole = found[600, None]
+    assert whole == 1 < cut_gathers
+    assert found[600, 900][0] == cut_gathers
+    assert 1 < found[600, 900][1] < cut
+
+
 def _is_refused() -> str:
     with pytest.raises(TypeError) as error:
         sharded(keep_gather_inputs="yes")

@@ -19,7 +19,7 @@ from fsdp_ext._util.numbers import as_bool, is_at_least
 from fsdp_ext.comm.inline_group import is_inline
 from fsdp_ext.sharding.params.dtensors import shards_before
 from fsdp_ext.sharding.params.ranks import Ranks
-from fsdp_ext.sharding.params.settings import AUTO, Auto
+from fsdp_ext.sharding.params.settings import AUTO, Auto, MessageBytes
 from fsdp_ext.sharding.root.module_state import state_of
 
 # How to make a process group without torchrun.
@@ -445,7 +445,7 @@ def resolve_reshard(value: bool | int | None, on_mesh: ParamsOnMesh) -> bool | i
 
 def check_numbers(
     bucket_bytes: int | Auto | None = None,
-    max_message_bytes: int | None = None,
+    max_message_bytes: MessageBytes | None = None,
     prefetch: int | Auto | None = None,
     check_every: int | None = None,
 ) -> None:
@@ -455,10 +455,13 @@ def check_numbers(
             f"bucket_bytes is {bucket_bytes!r}. Pass a number of bytes below 2**63 (0 sends each "
             "unit by itself), 'auto' or None."
         )
-    if not (max_message_bytes is None or is_at_least(max_message_bytes, 1)):
+    asked: Any = max_message_bytes
+    limits = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked,)
+    if not all(most is None or is_at_least(most, 1) for most in limits):
         raise ValueError(
             f"max_message_bytes is {max_message_bytes!r}. Pass a positive number of bytes below "
-            "2**63, or None for the default."
+            "2**63, None for the default, or a tuple of two of these for gathers and for "
+            "reductions."
         )
     if not (prefetch is None or prefetch == AUTO or is_at_least(prefetch, 0, _MOST_BUCKETS)):
         raise ValueError(

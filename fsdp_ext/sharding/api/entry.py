@@ -66,7 +66,7 @@ class _Options(TypedDict, total=False):
     dp_mesh_dims: Any
     transport: str | Simulated | None
     bucket_bytes: int | Literal["auto"] | None
-    max_message_bytes: int | None
+    max_message_bytes: int | tuple[int | None, int | None] | None
     prefetch: int | Literal["auto"] | None
     keep_gather_inputs: bool | None
     check_every: int | None
@@ -92,7 +92,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     transport: str | Simulated | None = None,
     bucket_bytes: int | Literal["auto"] | None = None,
-    max_message_bytes: int | None = None,
+    max_message_bytes: int | tuple[int | None, int | None] | None = None,
     prefetch: int | Literal["auto"] | None = None,
     keep_gather_inputs: bool | None = None,
     check_every: int | None = None,
@@ -162,9 +162,10 @@ def fully_shard(
             travels as several messages, so that casts and copies overlap communication. It is cut
             between parameters where that is possible; a parameter that is cut between rows is
             copied once more. The staging buffer and the reduce input then are as large as two
-            messages. Units with different values do not share a bucket. A unit without a value has
-            the root's. By default gathers' messages have any size, and those of reductions 256 MiB
-            at most, or more over many ranks, by the latency of the transport.
+            messages. A tuple has the value for gathers and the one for reductions. None stands for
+            the root's value, and for the root itself means that gathers have any size and
+            reductions at most 256 MiB, or over many ranks up to 1 GiB or the size of the median
+            unit. Units with different values do not share a bucket.
         prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             for one more bucket. With 0, a unit is gathered when it needs its parameters.

@@ -176,16 +176,21 @@ class ParamGroup:
             if param.is_trained
         )
 
-    def check_message_bytes(self, params: Sequence[Param], most: int, *, training: bool) -> None:
-        """Check that a message of ``most`` bytes has room for one row of a parameter of each rank.
+    def check_message_bytes(
+        self, params: Sequence[Param], gather: int | None, reduction: int | None = None
+    ) -> None:
+        """Check that messages have room for one row of a parameter of each rank.
 
         Args:
             params: the parameters.
-            most: the size of the largest message, summed over all ranks.
-            training: whether reductions are checked, too, and not only gathers.
+            gather: the size of the largest message of gathers, summed over all ranks.
+            reduction: the same for reductions.
         """
-        if self.world_size == 1:
-            return
+        for most, training in ((gather, False), (reduction, True)):
+            if most is not None and self.world_size > 1:
+                self._check_rows(params, most, training)
+
+    def _check_rows(self, params: Sequence[Param], most: int, training: bool) -> None:
         layout = self._layout(params, training)
         for index, param in enumerate(params):
             row = layout.row_bytes(index)
@@ -198,8 +203,9 @@ class ParamGroup:
             if row > most:
                 raise ValueError(
                     f"max_message_bytes={most} is less than one row of parameter '{param.name}' "
-                    f"from each of {self.world_size} ranks, {row} bytes. Pass at least that, or "
-                    "leave it out."
+                    f"from each of {self.world_size} ranks, {row} bytes in "
+                    f"{'reductions' if training else 'gathers'}. Pass at least that, or leave it "
+                    "out."
                 )
 
     def gradient_scales(self, reduce_dtype: torch.dtype) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from fsdp_ext.sharding.params.user_hooks import AllReduceHook, CommunicationHook
 
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+# Of gathers and of reductions; a single number is for both.
+MessageBytes = int | tuple[int | None, int | None]
 
 # As in FSDP2: one all-gather is in flight ahead of the unit that runs.
 DEFAULT_PREFETCH = 1
@@ -31,7 +33,7 @@ class UnitSettings:
     reshard_after_forward: bool | int | None = None  # a number is the size of a smaller group
     transport: Transport = None
     bucket_bytes: int | Auto | None = None
-    max_message_bytes: int | None = None
+    max_message_bytes: MessageBytes | None = None
     prefetch: int | Auto | None = None  # only the root's is used
     keep_gather_inputs: bool | None = None  # only the root's is used
     check_every: int | None = None  # only the root's is used
@@ -54,6 +56,12 @@ class UnitSettings:
     update: Callable[[], None] | None = None  # an attached optimizer's
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
+
+    @property
+    def message_bytes(self) -> tuple[int | None, int | None]:
+        """The largest messages of gathers and of reductions that the user has asked for."""
+        asked = self.max_message_bytes
+        return asked if isinstance(asked, tuple) else (asked, asked)
 
     @property
     def reshard_group(self) -> int:

@@ -148,9 +148,8 @@ class Unit(ParamGroup):
             for param, name in params.items()
         }
         sharded = list(self._replacements.values())
-        if settings.max_message_bytes is not None:
-            # Reductions are checked at the first forward, since parameters may still be frozen.
-            self.check_message_bytes(sharded, settings.max_message_bytes, training=False)
+        # Reductions are checked at the first forward, since parameters may still be frozen.
+        self.check_message_bytes(sharded, settings.message_bytes[0])
         self.params: list[ShardedParam] = sharded
         self._param_of: dict[tuple[nn.Module, str], ShardedParam] = {}  # by attribute
         self._place_in_flat_shard(loading=True)  # some may be on meta

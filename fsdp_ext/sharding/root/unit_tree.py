@@ -181,12 +181,11 @@ class UnitTree:
             link: the link that the default is computed from.
             median: the median of the units' ``reduction_bytes()``.
         """
-        asked = unit.settings.max_message_bytes or self.units[0].settings.max_message_bytes
         if unit.world_size == 1:
             return 0, 0
-        if asked is not None:
-            unit.check_message_bytes(unit.entries, asked, training=True)
-            return asked, asked
-        is_whole = unit.settings.communication_hook is not None
-        largest = default_reduction_bytes(link, unit.world_size, unit.replicas, median)
-        return 0, 0 if is_whole else largest
+        own, roots = unit.settings.message_bytes, self.units[0].settings.message_bytes
+        gather, reduction = (mine or root for mine, root in zip(own, roots, strict=True))
+        unit.check_message_bytes(unit.entries, gather, reduction)
+        if reduction is None and unit.settings.communication_hook is None:
+            reduction = default_reduction_bytes(link, unit.world_size, unit.replicas, median)
+        return gather or 0, reduction or 0
