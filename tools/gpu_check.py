@@ -19,10 +19,10 @@ machine. A wheel for this Python replaces the build: $FSDP_WHEEL, or the one in 
 a time limit. The limits of a part add up to less than nine minutes with a wheel, and no step begins
 that cannot end in time. Time that earlier steps leave goes to the steps that may need it. After
 every step the results so far are written to <out>/<device>-<part>-<date>.json, and all output to a
-.log file beside it. The folder is $OUT if it is set. A table comes last. On the emulated GPU
-(tests/emulated_gpu), the folder is build/emulated_gpu_check, because its results are no device's.
-The emulated GPU is slow: pass --quick to run smaller benchmarks, and --patience N to multiply all
-time limits by N.
+.log file beside it. If an earlier call has left one of them, -2 or a higher number follows the
+date. The folder is $OUT if it is set. A table comes last. On the emulated GPU (tests/emulated_gpu),
+the folder is build/emulated_gpu_check, because its results are no device's. The emulated GPU is
+slow: pass --quick to run smaller benchmarks, and --patience N to multiply all time limits by N.
 
 Some steps have several ranks that share the card. They run under CUDA's Multi-Process Service
 (nvidia-cuda-mps-control), if the machine has it. The card then runs kernels of several processes at
@@ -43,6 +43,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -411,6 +412,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def unused(folder: Path, name: str) -> Path:
+    """Return the first of name.json, name-2.json, ... whose call has left no results and no log."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    paths = (folder / f"{one}.json" for one in itertools.chain([name], numbered))
+    return next(
+        path for path in paths if not path.exists() and not path.with_suffix(".log").exists()
+    )
+
+
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write the results so far, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
@@ -447,7 +457,7 @@ def main() -> int:
     out = args.out or default_folder(machine["device"])
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OUT"] = str(out)  # for steps that write files of their own
-    path = out / f"{name}-{args.part}-{machine['date']}.json"
+    path = unused(out, f"{name}-{args.part}-{machine['date']}")
     document: dict[str, Any] = {
         "benchmark": "gpu-check",
         "part": args.part,

@@ -32,9 +32,10 @@ def _check(
         sys, "argv", ["gpu_check.py", "--part", "tests", "--out", str(out), *options]
     )
     monkeypatch.setenv("OUT", "")  # main() sets it
+    earlier = set(out.glob("*.json"))
     code: int = tool.main()
-    document = json.loads((out / "some-gpu-1-tests-d.json").read_text())
-    return code, document["steps"]
+    (path,) = set(out.glob("*.json")) - earlier
+    return code, json.loads(path.read_text())["steps"]
 
 
 @pytest.mark.exhaustive
@@ -97,18 +98,21 @@ def test_a_second_call_runs_what_has_not_begun(
         return gpu_check.Step(name, [sys.executable, "-c", code], limit, {})
 
     steps = [step("build"), step("fails", "raise SystemExit(1)"), step("long", limit=600)]
-    first, second = tmp_path / "first", tmp_path / "second"
-    _, results = _check(gpu_check, monkeypatch, first, steps, "--minutes", "2")
+    _, results = _check(gpu_check, monkeypatch, tmp_path, steps, "--minutes", "2")
     assert [result["outcome"] for result in results.values()] == [
         "ok",
         "failed with exit code 1",
         "not run: no time was left",
     ]
     assert "for another call, with --after these results: long" in capsys.readouterr().out
-    earlier = ["--after", str(first / "some-gpu-1-tests-d.json"), "--minutes", "11"]
-    code, results = _check(gpu_check, monkeypatch, second, steps, *earlier)
+    (tmp_path / "some-gpu-1-tests-d-2.log").write_text("of a call that ended in its first step")
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    earlier = ["--after", str(tmp_path / "some-gpu-1-tests-d.json"), "--minutes", "11"]
+    code, results = _check(gpu_check, monkeypatch, tmp_path, steps, *earlier)
     assert code == 0
     assert list(results) == ["build", "long"]
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert (tmp_path / "some-gpu-1-tests-d-3.json").exists()
 
 
 def test_one_call_after_another_runs_every_step_by_what_it_says(gpu_check: ModuleType) -> None:
