@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:
     link.unlink(missing_ok=True)
     link.symlink_to(next(libraries.glob("libcudart.so.*")))
     return settings | {
-        "CMAKE_CUDA_FLAGS": f"-L{links} -L{libraries}",
+        "CMAKE_CUDA_FLAGS": shlex.join([f"-L{links}", f"-L{libraries}"]),
         "CUDA_CUDART": link.as_posix(),
     }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,11 +181,29 @@ def test_the_libraries_of_pypis_nvcc_get_the_names_that_linkers_look_for(
     library.parent.mkdir()
     library.touch()
     for _ in range(2):  # a second build finds the link
-        settings = build.settings_of(nvcc, tmp_path / "build")
+        settings = build.settings_of(nvcc, tmp_path / "a build")
         assert Path(settings["CUDA_CUDART"]).name == "libcudart.so"
         assert Path(settings["CUDA_CUDART"]).resolve() == library.resolve()
+    links = tmp_path / "a build" / "cuda_libraries"
+    assert shlex.split(settings["CMAKE_CUDA_FLAGS"]) == [f"-L{links}", f"-L{library.parent}"]
     other = build.Nvcc(Path(add_nvcc("default/bin", "13.0")), "13.0")
     assert "CUDA_CUDART" not in build.settings_of(other, tmp_path / "build")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="it compiles with nvcc")
+def test_kernels_are_compiled_in_a_folder_whose_path_has_a_space(tmp_path: Path) -> None:
+    find_tool = _load(ROOT / "setup.py").find_tool
+    folder = tmp_path / "a clone"
+    folder.mkdir()
+    for name in ("CMakeLists.txt", "csrc"):
+        (folder / name).symlink_to(ROOT / name)
+    cmake = find_tool("cmake", "cmake", "CMAKE_BIN_DIR")
+    ninja = find_tool("ninja", "ninja", "BIN_DIR")
+    options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DFSDP_KIND=CUDA"]
+    target = "CMakeFiles/fsdp_core.dir/csrc/device/cuda_transfer.cu.o"
+    subprocess.run([cmake, "-S", folder, "-B", folder / "build", *options], check=True)
+    subprocess.run([cmake, "--build", folder / "build", "--target", target], check=True)
 
 
 @pytest.fixture
