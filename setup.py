@@ -231,7 +231,7 @@ def release_of(program: Path) -> str | None:
 
 def is_from_pypi(nvcc: Nvcc) -> bool:
     """Return whether an nvcc comes from PyPI."""
-    return nvcc.toolkit.parent.name == "nvidia"
+    return any(nvcc.toolkit.parent.parent.glob("nvidia_cuda_nvcc-*.dist-info"))
 
 
 def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:

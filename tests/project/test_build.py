@@ -145,15 +145,28 @@ def test_a_machine_with_a_driver_gets_no_cpu_build_without_being_asked(
     assert kind_of(torch_of("13.0")) == ("CPU", "FORCE_CPU=1")
 
 
-def test_an_nvcc_of_pypi_needs_its_other_packages(
-    build: Any, torch_of: Any, add_nvcc: Callable[[str, str], str], site_packages: Path
-) -> None:
+@pytest.fixture
+def install(site_packages: Path) -> Callable[[str, str], None]:
+    """Installs the metadata of a package beside torch."""
+
     def install(name: str, version: str) -> None:
-        info = site_packages / f"{name}.dist-info"
-        info.mkdir(exist_ok=True)
+        for old in site_packages.glob(f"{name.replace('-', '_')}-*"):
+            shutil.rmtree(old)
+        info = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
+    return install
+
+
+def test_an_nvcc_of_pypi_needs_its_other_packages(
+    build: Any,
+    torch_of: Any,
+    add_nvcc: Callable[[str, str], str],
+    install: Callable[[str, str], None],
+) -> None:
     torch = torch_of("13.0")
+    install("nvidia-cuda-nvcc", "13.0.88")
     add_nvcc("site-packages/nvidia/cu13/bin", "13.0")
     nvcc = build.find_nvcc(torch)
     for package in build.PARTS_OF_NVCC:
@@ -166,15 +179,31 @@ def test_an_nvcc_of_pypi_needs_its_other_packages(
     assert build.why_no_cuda(torch, nvcc) is None
 
 
+def test_a_toolkit_in_a_folder_of_nvidias_needs_no_packages_of_pypi(
+    build: Any,
+    torch_of: Any,
+    kind_of: Any,
+    add_nvcc: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = add_nvcc("opt/nvidia/cuda-13.0/bin", "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "opt" / "nvidia" / "cuda-13.0"))
+    assert kind_of(torch_of("13.0")) == ("CUDA", f"with nvcc 13.0, {path}")
+    assert not build.is_from_pypi(build.Nvcc(Path("/usr/bin/nvcc"), "13.0"))
+
+
 def test_the_libraries_of_pypis_nvcc_get_the_names_that_linkers_look_for(
     build: Any,
     torch_of: Any,
     add_nvcc: Callable[[str, str], str],
+    install: Callable[[str, str], None],
     site_packages: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "cuda_architectures", lambda nvcc: ["90-real"])
+    install("nvidia-cuda-nvcc", "13.0.88")
     add_nvcc("site-packages/nvidia/cu13/bin", "13.0")
     nvcc = build.find_nvcc(torch_of("13.0"))
     library = site_packages / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
