@@ -4,9 +4,9 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
-    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first of torch's major version with an nvcc
-                    on the PATH, in PyPI's packages beside torch, in the environment (conda), or in
-                    /usr/local/cuda. CUDA_PATH means the same
+    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first of torch's major version, 12.5 or
+                    newer, with an nvcc on the PATH, in PyPI's packages beside torch, in the
+                    environment (conda), or in /usr/local/cuda. CUDA_PATH means the same
     FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
@@ -35,6 +35,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
+OLDEST_CUDA = (12, 5)  # it has cudaGetDriverEntryPointByVersion
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
 DEFAULT_CUDA = "/usr/local/cuda/bin"
@@ -70,13 +71,19 @@ class Nvcc:
     release: str
 
     @property
+    def major(self) -> str:
+        """The major version of its CUDA."""
+        return self.release.split(".")[0]
+
+    @property
     def toolkit(self) -> Path:
         """The directory with the compiler's headers and libraries."""
         return self.path.resolve().parents[1]
 
     def fits(self, torch: Torch) -> bool:
-        """Return whether its CUDA has the major version of torch's."""
-        return self.release.split(".")[0] == torch.cuda_major
+        """Return whether its CUDA is new enough and has the major version of torch's."""
+        is_new = tuple(map(int, self.release.split("."))) >= OLDEST_CUDA
+        return is_new and self.major == torch.cuda_major
 
 
 def find_torch() -> Torch:
@@ -149,8 +156,10 @@ def why_no_cuda(torch: Torch, nvcc: Nvcc | None) -> str | None:
     if nvcc is None:
         home = cuda_home()
         return f"CUDA_HOME={home} has no bin/nvcc" if home else "there is no nvcc"
-    if not nvcc.fits(torch):
+    if nvcc.major != torch.cuda_major:
         return f"{nvcc.path} belongs to CUDA {nvcc.release} and torch to CUDA {torch.cuda}"
+    if not nvcc.fits(torch):
+        return f"{nvcc.path} belongs to CUDA {nvcc.release}, which is older than {oldest_cuda()}"
     return why_incomplete(nvcc)
 
 
@@ -178,10 +187,17 @@ def how_to_get_cuda(torch: Torch) -> str:
     """Return the beginning of a sentence that says what to install for a CUDA build."""
     if torch.cuda is None:
         return "Install a torch with CUDA"
-    toolkit = f"the CUDA toolkit {torch.cuda_major} and set CUDA_HOME to it"
+    toolkit = f"the CUDA toolkit {torch.cuda_major}"
+    home = "and set CUDA_HOME to it"
     if int(torch.cuda_major) < 13:  # PyPI's nvidia-cuda-nvcc-cu12 has no nvcc in it
-        return f"Install {toolkit}"
-    return f'Run `pip install "cuda-toolkit[{EXTRAS}]=={torch.cuda}.*"`, or install {toolkit}'
+        return f"Install {toolkit} ({oldest_cuda()} or newer) {home}"
+    package = f"cuda-toolkit[{EXTRAS}]=={torch.cuda}.*"
+    return f'Run `pip install "{package}"`, or install {toolkit} {home}'
+
+
+def oldest_cuda() -> str:
+    """Return the oldest release of CUDA that can build the extension."""
+    return ".".join(map(str, OLDEST_CUDA))
 
 
 def has_driver() -> bool:

@@ -109,6 +109,18 @@ def test_an_nvcc_that_fits_torch_goes_before_one_on_the_path(
     assert str(build.find_nvcc(torch_of("12.6")).path) == on_the_path
 
 
+@pytest.mark.parametrize("release", ["12.0", "12.4"])
+def test_an_nvcc_that_is_too_old_is_left_for_a_newer_one(
+    release: str, torch_of: Any, kind_of: Any, add_nvcc: Callable[[str, str], str]
+) -> None:
+    torch = torch_of("12.6")
+    too_old = add_nvcc("on_the_path", release)
+    why = f"{too_old} belongs to CUDA {release}, which is older than 12.5"
+    assert kind_of(torch) == ("CPU", why)
+    newer = add_nvcc("default/bin", "12.5")
+    assert kind_of(torch) == ("CUDA", f"with nvcc 12.5, {newer}")
+
+
 def test_each_nvcc_has_a_build_directory_of_its_own(build: Any, torch_of: Any) -> None:
     compilers = [build.Nvcc(Path(path), "13.0") for path in ("/conda/bin/nvcc", "/usr/bin/nvcc")]
     directories = {build.build_directory(torch_of("13.0"), "CUDA", nvcc) for nvcc in compilers}
@@ -138,7 +150,7 @@ def test_a_machine_with_a_driver_gets_no_cpu_build_without_being_asked(
         "toolkit 13 and set CUDA_HOME to it, or set FORCE_CPU=1 for a build of fsdp_ext without "
         "CUDA."
     )
-    with pytest.raises(SystemExit, match=r"there is no nvcc\. Install the CUDA toolkit 12 and"):
+    with pytest.raises(SystemExit, match=r"no nvcc\. Install the CUDA toolkit 12 \(12\.5 or "):
         kind_of(torch_of("12.8"))  # PyPI's packages for CUDA 12 have no nvcc
     assert kind_of(torch_of(None))[0] == "CPU"
     monkeypatch.setenv("FORCE_CPU", "1")
