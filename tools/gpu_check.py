@@ -11,7 +11,8 @@ bench   packing beside a plain copy, a step beside FSDP2, host overhead, clippin
 more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
         collectives
 
-All parts begin with the build. Every other step belongs to one part.
+All parts begin with the build. Steps that try the machine are in each part that needs them, and
+every other step belongs to one part.
 
 It uses the installed Python, torch, CuPy and nvcc, and no network. CUDA's tools may also lie in
 $CUDA_HOME/bin or /usr/local/cuda/bin. Every call begins with the build, since each may run on a new
@@ -118,14 +119,15 @@ def steps(capability: str, part: str) -> list[Step]:
 
 
 def left_after(planned: list[Step], earlier: list[Path]) -> list[Step]:
-    """Return the steps that have not begun by these results. Each call needs the build."""
+    """Return the steps that have not begun by these results, and those that a new machine needs."""
     begun = {
         name
         for path in earlier
         for name, result in json.loads(path.read_text(encoding="utf-8"))["steps"].items()
         if not result["outcome"].startswith(NOT_RUN) or result.get("left_out")
     }
-    return [step for step in planned if step.name == "build" or step.name not in begun]
+    needed = {"build", *(step.needs for step in planned if step.name not in begun)}
+    return [step for step in planned if step.name in needed or step.name not in begun]
 
 
 def tests_part() -> list[Step]:
@@ -143,7 +145,7 @@ def tests_part() -> list[Step]:
     a_sum = "import torch; assert torch.ones(3, device='cuda').sum().item() == 3"
     return [
         of_machine("environment", 20),
-        of_machine(TRIAL, 30, "--ranks", "2", shares=True),
+        two_ranks(),
         Step("describe", [sys.executable, "-m", "fsdp_ext"], 15, {}),
         Step(
             "tests",
@@ -155,7 +157,7 @@ def tests_part() -> list[Step]:
             needs=TRIAL,
             note=note,
         ),
-        Step("tests that end processes", [*all_tests, *at_once[:2], *ENDING], 80, {}),
+        Step("tests that end processes", [*all_tests, *at_once[:2], *ENDING], 80, {}, needs=TRIAL),
         Step("timed tests", [*PYTEST, *TIMED], 50, {}, takes_spare=True),
         Step(
             "compute-sanitizer", [sanitizer, sys.executable, "-c", a_sum], 15, {}, of_machine=True
@@ -202,8 +204,9 @@ def more_part() -> list[Step]:
             json=True,
             takes_spare=True,
         ),
+        two_ranks(),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
-        bench("collectives", 60, "--quick", shares=True),
+        bench("collectives", 60, "--quick", shares=True, needs=TRIAL),
     ]
 
 
@@ -225,6 +228,11 @@ def of_machine(name: str, limit: int, *options: str, shares: bool = False) -> St
     """Return a step that tries torch and NCCL without fsdp_ext."""
     command = [sys.executable, "tools/gpu_environment.py", *options]
     return Step(name, command, limit, {}, of_machine=True, shares=shares)
+
+
+def two_ranks() -> Step:
+    """Return the step that tries two ranks that share the card."""
+    return of_machine(TRIAL, 30, "--ranks", "2", shares=True)
 
 
 def build_step(capability: str) -> Step:

@@ -94,12 +94,15 @@ def test_nothing_begins_that_cannot_end_in_time(
 def test_a_second_call_runs_what_has_not_begun(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    def step(name: str, code: str = "print('1 passed')", limit: int = 60) -> Any:
-        return gpu_check.Step(name, [sys.executable, "-c", code], limit, {})
+    def step(name: str, code: str = "print('1 passed')") -> Any:
+        return gpu_check.Step(name, [sys.executable, "-c", code], 60, {})
 
-    steps = [step("build"), step("fails", "raise SystemExit(1)"), step("long", limit=600)]
+    trial = gpu_check.Step("trial", ["true"], 60, {}, of_machine=True)
+    long = gpu_check.Step("long", ["true"], 600, {}, needs="trial")
+    steps = [step("build"), trial, step("fails", "raise SystemExit(1)"), long]
     _, results = _check(gpu_check, monkeypatch, tmp_path, steps, "--minutes", "2")
     assert [result["outcome"] for result in results.values()] == [
+        "ok",
         "ok",
         "failed with exit code 1",
         "not run: no time was left",
@@ -110,7 +113,7 @@ def test_a_second_call_runs_what_has_not_begun(
     earlier = ["--after", str(tmp_path / "some-gpu-1-tests-d.json"), "--minutes", "11"]
     code, results = _check(gpu_check, monkeypatch, tmp_path, steps, *earlier)
     assert code == 0
-    assert list(results) == ["build", "long"]
+    assert list(results) == ["build", "trial", "long"]  # the machine may be another one
     assert {path: path.read_bytes() for path in kept} == kept
     assert (tmp_path / "some-gpu-1-tests-d-3.json").exists()
 
@@ -147,13 +150,20 @@ def test_steps_have_names_of_their_own_and_need_only_earlier_ones(
         assert step.needs in {"", *(before.name for before in steps[:number] if before.of_machine)}
 
 
-def test_no_step_is_in_two_parts(gpu_check: ModuleType) -> None:
+@PARTS
+def test_steps_of_several_ranks_need_the_trial_of_two(gpu_check: ModuleType, part: str) -> None:
+    ours = [step for step in gpu_check.steps("9.0", part) if not step.of_machine]
+    several = [step for step in ours if step.shares or {*gpu_check.ENDING} & {*step.command}]
+    assert all(step.needs == gpu_check.TRIAL for step in several), several
+
+
+def test_no_step_of_ours_is_in_two_parts(gpu_check: ModuleType) -> None:
     assert gpu_check.PARTS == NAMES
     commands = [
         tuple(step.command)
         for part in NAMES
         for step in gpu_check.steps("9.0", part)
-        if step.name != "build"
+        if step.name != "build" and not step.of_machine
     ]
     assert len(set(commands)) == len(commands)
 
