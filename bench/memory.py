@@ -8,10 +8,12 @@ VmHWM since the model was built and sharded; the others are VmRSS after a step. 
 initial memory is subtracted: by then it had trained a tiny model without any system, so that
 torch's code was loaded. A page of shared memory counts in each process that has touched it.
 
-On a GPU (as many ranks as GPUs) the figures are the bytes that torch's allocator has reserved.
-"allocated", "split" (inactive parts of blocks in use), retries, and cudaMallocs after the third
-step come from torch.cuda.memory_stats. "device" is the memory in use by the driver's count, which
-has NCCL's buffers, too.
+On a GPU (as many ranks as GPUs) the figures are the memory in use by the driver's count, less what
+was in use before. That count includes NCCL's buffers, and those of fsdp_ext that do not come from
+torch's allocator, but also other processes on the GPU. "peak" is the most after a step, because
+torch and fsdp_ext give no memory back within a step unless an allocation fails. "reserved" and
+"allocated" (peaks), "split" (inactive parts of blocks in use), retries, and cudaMallocs after the
+third step come from torch.cuda.memory_stats.
 
 "growth" is from the third step to the last. All allocations have happened once by the third step,
 so growth means fragmentation or a leak. "in theory" is the least that a rank needs: its shard of
@@ -84,26 +86,23 @@ class Gauge:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
-        self.before = 0 if device.type == "cuda" else on_host("VmRSS")
-        self.device_before = self.device_bytes_in_use()
+        self.before = self.in_use()
         self.after_steps: list[int] = []
         self.cuda_mallocs: list[int] = []
 
-    def device_bytes_in_use(self) -> int:
-        """Return the bytes in use by all processes, as the driver counts them."""
+    def in_use(self) -> int:
+        """Return the bytes in use on the host by this process, or on the GPU by all processes."""
         if self.device.type != "cuda":
-            return 0
+            return on_host("VmRSS")
+        torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def read(self) -> None:
         """Record the memory after a step."""
+        self.after_steps.append(self.in_use() - self.before)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            self.after_steps.append(torch.cuda.memory_reserved())
             self.cuda_mallocs.append(torch.cuda.memory_stats().get("num_device_alloc", 0))
-        else:
-            self.after_steps.append(on_host("VmRSS") - self.before)
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of all steps."""
@@ -121,12 +120,12 @@ class Gauge:
         stats = torch.cuda.memory_stats()
         mallocs = self.cuda_mallocs
         return found | {
-            "peak_bytes": stats["reserved_bytes.all.peak"],
+            "peak_bytes": max(self.after_steps),
+            "reserved_peak_bytes": stats["reserved_bytes.all.peak"],
             "allocated_peak_bytes": stats["allocated_bytes.all.peak"],
             "inactive_split_peak_bytes": stats["inactive_split_bytes.all.peak"],
             "alloc_retries": stats["num_alloc_retries"],
             "cuda_mallocs": [b - a for a, b in zip([0, *mallocs], mallocs, strict=False)],
-            "device_bytes": self.device_bytes_in_use() - self.device_before,
         }
 
 
@@ -245,12 +244,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     on_gpu = rows[0]["device"] == "cuda"
     if ran:
         count = f"{ran[0]['ranks']} rank{'s' if ran[0]['ranks'] > 1 else ''}"
-        where = "reserved on the GPU" if on_gpu else "resident, less what there was before"
-        print(f"MB of a rank, {where}; {count}, {ran[0]['parameters'] / 1e6:,.1f} M parameters")
+        count += f", {ran[0]['parameters'] / 1e6:,.1f} M parameters"
+        where = "in use on the GPU" if on_gpu else "resident"
+        print(f"MB of a rank, {where}, less what there was before; {count}")
         if not all(row["peak_since_built"] for row in ran):
             print("/proc/self/clear_refs is not writable, so peaks include building the model")
     header = ["system", "peak", f"after step {SETTLED}", f"step {STEPS}", "growth"]
-    more = ["allocated", "split", "retries", "cudaMallocs", "device"] if on_gpu else ["shared"]
+    more = ["reserved", "allocated", "split", "retries", "cudaMallocs"] if on_gpu else ["shared"]
     header += [*more, "in theory", "of theory", "of best peer", "settings, or error"]
     table = []
     for row in rows:
@@ -260,10 +260,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         figures = [row[f"{name}_bytes"] for name in ("peak", "settled", "last", "growth")]
         cells = [f"{value / MB:,.1f}" for value in figures]
         if on_gpu:
-            names = ("allocated_peak_bytes", "inactive_split_peak_bytes")
-            cells += [f"{row[name] / MB:,.1f}" for name in names]
+            names = ("reserved_peak", "allocated_peak", "inactive_split_peak")
+            cells += [f"{row[f'{name}_bytes'] / MB:,.1f}" for name in names]
             cells += [str(row["alloc_retries"]), str(sum(row["cuda_mallocs"][SETTLED:]))]
-            cells += [f"{row['device_bytes'] / MB:,.1f}"]
         else:
             cells += [f"{row['shared_bytes'] / MB:,.1f}"]
         best = row["of_best_peer"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -525,6 +526,39 @@ def test_memory_is_measured_for_each_system(tmp_path: Path) -> None:
     shard = ours["books"]["shard_bytes"] / (4 * ours["parameters"] / 2)
     assert 1 <= shard < 1.1
     assert "ours' books, MB: " in printed
+
+
+def test_memory_of_gpus_is_compared_by_the_drivers_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats: defaultdict[str, int] = defaultdict(int, {"reserved_bytes.all.peak": 40 * memory.MB})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+
+    def row(system: str, counts: list[int]) -> dict[str, Any]:
+        free = iter([(1000 - count) * memory.MB for count in counts])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 1000 * memory.MB))
+        gauge = memory.Gauge(torch.device("cuda"))
+        for _ in counts[1:]:
+            gauge.read()
+        same: dict[str, Any] = {
+            "device": "cuda",
+            "ranks": 2,
+            "parameters": 10**6,
+            "settings": "",
+            "books": None,
+        }
+        same |= {"peak_since_built": True, "theory": {"state": 50 * memory.MB}}
+        return {"system": system, **same, **gauge.summary()}
+
+    rows = [row("ours", [100, 150, 200, 180, 190]), row("FSDP2", [100, 140, 140, 150, 150])]
+    memory.add_ratios(rows)
+    memory.show(rows)
+    *_, ours, peer = (line.split() for line in capsys.readouterr().out.splitlines())
+    # Peak, after step 3, after the last step, growth and what torch has reserved; then the ratios.
+    assert ours[1:6] == ["100.0", "80.0", "90.0", "10.0", "40.0"]
+    assert peer[1:6] == ["50.0", "50.0", "50.0", "0.0", "40.0"]
+    assert ours[-2:] == ["2.00", "2.00"]
 
 
 # - The harness
