@@ -43,8 +43,10 @@ def describe() -> dict[str, str]:
         "built against": f"torch {_build_info.TORCH_VERSION}",
         "running with": f"torch {torch.__version__}, Python {platform.python_version()}",
         "transports": ", ".join(_build_info.TRANSPORTS),
-        "transport": _describe_transport(),
     }
+    if _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available():
+        lines["transport of GPUs"] = _describe_transport("cuda")
+    lines["transport on the host"] = _describe_transport("cpu")
     if _build_info.BUILD_KIND == "CUDA":
         lines |= _describe_cuda()
     elif torch.version.cuda is not None:
@@ -55,12 +57,14 @@ def describe() -> dict[str, str]:
     return lines
 
 
-def _describe_transport() -> str:
-    """Return the transport that ranks on the host would use, and why."""
+def _describe_transport(device_type: str) -> str:
+    """Return the transport that ranks on these devices would use, and why."""
     try:
-        asked = resolve_transport(None, "cpu")
+        asked = resolve_transport(None, device_type)
     except ValueError as error:
         return f"none: {error}"
+    if device_type == "cuda":
+        return f"nccl ({VARIABLE})" if asked is not None else "nccl"
     reason = why_no_shared_memory()
     if asked == "process_group":
         return f"process_group ({VARIABLE})"

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_ext import _C, fully_shard
+from fsdp_ext import _C, _build_info, fully_shard
 from fsdp_ext.__main__ import main
 from fsdp_ext.comm import lanes, rendezvous, transports
 from fsdp_ext.comm.lanes import lanes_of
@@ -283,19 +284,31 @@ def test_shared_memory_by_name_between_two_machines_is_an_error() -> None:
         )
 
 
-def test_the_module_shows_the_transport(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_module_shows_the_transports(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def shown() -> str:
+    def shown(variable: str) -> list[str]:
+        monkeypatch.setenv("FSDP_EXT_TRANSPORT", variable)
         assert main() == 0
-        lines = capsys.readouterr().out.splitlines()
-        (line,) = (line for line in lines if line.startswith("transport "))
-        return line
+        lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+        transports = {name: text for name, text in lines if name.startswith("transport ")}
+        assert [*transports] == ["transport of GPUs"] * has_gpu + ["transport on the host"]
+        return [*transports.values()]
 
+    monkeypatch.setattr(_build_info, "BUILD_KIND", "CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(sys, "argv", ["fsdp_ext"])
-    assert "shared_memory between ranks of one host" in shown()
-    monkeypatch.setenv("FSDP_EXT_TRANSPORT", "process_group")
-    assert "process_group (FSDP_EXT_TRANSPORT)" in shown()
+    *of_gpus, on_host = shown("")
+    assert of_gpus == ["nccl"] * has_gpu
+    assert on_host.startswith("shared_memory between ranks of one host")
+    *of_gpus, on_host = shown("nccl")
+    assert of_gpus == ["nccl (FSDP_EXT_TRANSPORT)"] * has_gpu
+    assert on_host.startswith("none: FSDP_EXT_TRANSPORT is 'nccl', but ranks on 'cpu' can use ")
+    *of_gpus, on_host = shown("process_group")
+    assert all(text.startswith("none: FSDP_EXT_TRANSPORT is ") for text in of_gpus)
+    assert on_host == "process_group (FSDP_EXT_TRANSPORT)"
 
 
 def _nobody_there() -> None:
