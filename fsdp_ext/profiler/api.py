@@ -112,8 +112,8 @@ class profile(Recording):
                 self._impl.keep_times(0)
             return
         self._check_model()
+        end = time.monotonic()  # reading the times is no part of the last step
         raw, lost = self._impl.take_times()
-        end = time.monotonic()
         self._impl.keep_times(0)
         self._note_buckets()  # the first step may have changed them
         iterations = read_iterations(raw, end)

@@ -246,6 +246,25 @@ def test_what_is_recorded_adds_up(kind: str) -> None:
     run_ranks(_adds_up, 2, kind)
 
 
+def _slow_to_read() -> None:
+    warnings.simplefilter("ignore")
+    model = make(compute=0.0)
+    train(model, 2)
+    impl = model._fsdp_ext_unit.root.impl
+    take_times = impl.take_times
+    asked: list[float] = []
+    with pytest.MonkeyPatch.context() as context, fsdp_ext.profile(model) as prof:
+        train(model, 2)
+        context.setattr(
+            type(impl), "take_times", lambda _: asked.append(time.monotonic()) or take_times()
+        )
+    assert prof.iterations[-1].end <= asked[0]
+
+
+def test_the_last_step_ends_before_its_times_are_read() -> None:
+    run_ranks(_slow_to_read, 1)
+
+
 def _collectives() -> None:
     warnings.simplefilter("ignore")
     model = make(compute=0.0)
