@@ -151,13 +151,16 @@ class Context:
         on_gpu: whether the compute stream runs behind the host.
         typical: usual seconds of a collective, by its operation and bytes.
         late: the straggler of each collective, by iteration number and index among its spans. It is
-            empty unless ranks were merged.
+            empty unless ranks were merged, and has no group gathers.
+        delayed: the cause of the seconds that a collective took longer than usual. Over simulated
+            links no other rank exists, so there it is ISSUED_LATE.
     """
 
     depth: int
     on_gpu: bool
     typical: Mapping[tuple[str, int], float]
     late: Mapping[tuple[int, int], Lateness]
+    delayed: Cause = Cause.LATE_RANK
 
 
 def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], float]:
@@ -213,9 +216,9 @@ class _Step:
     def late(self, span: Span) -> Lateness | None:
         """Return how long a straggler delayed the collective; None if none did."""
         context = self.context
-        if context.late:
-            found = context.late.get((self.iteration.number, self.index[id(span)]))
-            return found if found is not None and found.seconds > PAUSE else None
+        known = context.late.get((self.iteration.number, self.index[id(span)]))
+        if known is not None:
+            return known if known.seconds > PAUSE else None
         usual = context.typical.get((span.work, span.nbytes), span.seconds)
         if span.work in COLLECTIVES and span.seconds > HELD_UP * usual + PAUSE:
             return Lateness(span.seconds - usual, -1)
@@ -264,7 +267,7 @@ def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     cut(_late_wakeup(step, wait, awaited), Cause.ISSUED_LATE)
     late = step.late(awaited)
     if late is not None:
-        cut(late.seconds, Cause.LATE_RANK, late.rank)
+        cut(late.seconds, step.context.delayed, late.rank)
     start, idle = _idle_before(step, awaited, wait)
     around = step.pass_of(wait)
     # A gather is among the first if no unit of this forward or backward has computed before it.
@@ -392,7 +395,7 @@ def _while_reducing(step: _Step, wait: Span, span: Span, seconds: float) -> list
     if late is None:
         return [_of_reduction(step, wait, span, seconds)]
     part = min(seconds, late.seconds)
-    result = [_exposure(step.operation(span), wait, span, part, Cause.LATE_RANK, late.rank)]
+    result = [_exposure(step.operation(span), wait, span, part, step.context.delayed, late.rank)]
     if seconds > part:
         result.append(_of_reduction(step, wait, span, seconds - part))
     return result

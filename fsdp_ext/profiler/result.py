@@ -6,7 +6,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fsdp_ext.profiler.causes import Context, Exposure, Lateness, explain, typical_seconds
+from fsdp_ext.profiler.causes import (
+    Cause,
+    Context,
+    Exposure,
+    Lateness,
+    explain,
+    typical_seconds,
+)
 from fsdp_ext.profiler.recording import Iteration
 from fsdp_ext.profiler.slowdown import Slowdown, slowdown
 from fsdp_ext.sharding.root.root import Root
@@ -93,6 +100,7 @@ class Recording:
             on_gpu=self.on_gpu,
             typical=typical_seconds(self.iterations),
             late=self.late,
+            delayed=Cause.ISSUED_LATE if self.is_simulated else Cause.LATE_RANK,
         )
         return [explain(iteration, context) for iteration in self.iterations]
 

@@ -15,6 +15,7 @@ from fsdp_ext.profiler.causes import (
     typical_seconds,
 )
 from fsdp_ext.profiler.recording import Iteration, Span
+from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.slowdown import slowdown
 
 MS = 1e-3
@@ -198,6 +199,37 @@ def test_by_itself_a_rank_knows_a_late_one_by_what_is_usual() -> None:
     iteration = step.passes(forward=40).end()
     typical = typical_seconds([*usual, iteration])
     assert verdict(iteration, typical=typical)[Cause.LATE_RANK] == pytest.approx(4)
+    # Merging ranks does not tell the straggler of each collective: group gathers are left out.
+    late = {(1, 1): Lateness(0.0, rank=0)}
+    assert verdict(iteration, late=late, typical=typical)[Cause.LATE_RANK] == pytest.approx(4)
+    late = {(1, iteration.spans.index(span)): Lateness(0.0, rank=0) for span in iteration.spans}
+    assert Cause.LATE_RANK not in verdict(iteration, late=late, typical=typical)
+
+
+def recording_of(*iterations: Iteration, is_simulated: bool = False) -> Recording:
+    """Return a recording as a profile of a model with three units makes it."""
+    recording = Recording.__new__(Recording)
+    recording.__dict__.update(
+        names=["root", "1", "2"],
+        kinds=[0, 1, 1],
+        is_simulated=is_simulated,
+        rank=0,
+        on_gpu=False,
+        prefetch_depth=1,
+        by_rank={0: list(iterations)},
+        late={},
+    )
+    return recording
+
+
+def test_over_a_simulated_link_no_rank_comes_late() -> None:
+    usual = [first_unit().gather(2, 9, 9.5, issued=9).passes(forward=40).end() for _ in range(4)]
+    step = first_unit().gather(2, 9, 14, issued=9).wait(2, 10, 14).forward(2, 14, 20)
+    steps = [*usual, step.passes(forward=40).end()]
+    (found,) = recording_of(*steps, is_simulated=True).exposures[-1][2:]
+    assert (found.cause, found.seconds) == (Cause.ISSUED_LATE, pytest.approx(4 * MS))
+    (found,) = recording_of(*steps).exposures[-1][2:]
+    assert found.cause is Cause.LATE_RANK
 
 
 def test_only_the_last_reduction_is_unavoidable() -> None:
