@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fsdp_ext.profiler.causes import PAUSE, Cause
-from fsdp_ext.profiler.recording import COLLECTIVES, OPTIMIZER, Span
+from fsdp_ext.profiler.recording import (
+    COLLECTIVES,
+    OPTIMIZER,
+    WAITS,
+    Span,
+    merged_intervals,
+    overlap,
+)
 from fsdp_ext.profiler.result import Recording
 
 # A smaller factor between compute beside communication and compute alone is noise.
@@ -48,7 +55,7 @@ class Row:
         nbytes: bytes on the wire, summed over the ranks that shard the model; of an all-reduce,
             those of one rank.
         wire: seconds of the collectives, or of the updates.
-        hidden: those seconds that overlap compute.
+        hidden: those seconds in which the compute stream did not wait.
         exposed: seconds that the compute stream waited for it, whatever delayed it; of the
             optimizer also those in which that stream ran it.
         causes: seconds of ``exposed`` by cause.
@@ -138,6 +145,7 @@ class _Cost:
     collectives: float = 0.0
     nbytes: float = 0.0
     wire: float = 0.0
+    hidden: float = 0.0
     causes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     behind: Counter[int] = field(default_factory=Counter)  # microseconds of stragglers, by rank
 
@@ -163,6 +171,7 @@ def _costs(recording: Recording) -> dict[_Key, _Cost]:
     count = len(recording.iterations)
     costs: defaultdict[_Key, _Cost] = defaultdict(_Cost)
     for iteration in recording.iterations:
+        waits = merged_intervals(sorted(iteration.of(*WAITS), key=lambda span: span.begin), 0.0)
         for index, span in enumerate(iteration.spans):
             if span.work not in (*COLLECTIVES, *OPTIMIZER):
                 continue
@@ -172,6 +181,9 @@ def _costs(recording: Recording) -> dict[_Key, _Cost]:
             cost.wire += span.seconds / count
             if span.work == "step":  # no wait: the compute stream runs it
                 cost.causes[Cause.OPTIMIZER.value] += span.seconds / count
+            else:
+                waited = overlap(span.begin, span.end, waits)
+                cost.hidden += (span.seconds - waited) / count
             late = recording.late.get((iteration.number, index))
             if late is not None and late.spread > PAUSE:
                 cost.behind[late.rank] += round(late.spread * 1e6)
@@ -193,17 +205,15 @@ def _shares(
 
 def _row(name: str, key: _Key, cost: _Cost, share: float) -> Row:
     causes = {name: seconds * share for name, seconds in cost.causes.items()}
-    exposed = sum(causes.values())
-    wire = cost.wire * share
     return Row(
         units=name,
         operation=key.operation,
         phase=key.phase,
         collectives=cost.collectives,
         nbytes=cost.nbytes * share,
-        wire=wire,
-        hidden=max(0.0, wire - exposed),  # a wait may be longer than the wire was busy
-        exposed=exposed,
+        wire=cost.wire * share,
+        hidden=cost.hidden * share,
+        exposed=sum(causes.values()),
         causes=causes,
         slowest=cost.behind.most_common(1)[0][0] if cost.behind else None,
     )

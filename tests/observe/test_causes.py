@@ -16,6 +16,7 @@ from fsdp_ext.profiler.causes import (
 )
 from fsdp_ext.profiler.recording import Iteration, Span
 from fsdp_ext.profiler.result import Recording
+from fsdp_ext.profiler.rows import rows_of, summarise
 from fsdp_ext.profiler.slowdown import slowdown
 
 MS = 1e-3
@@ -230,6 +231,21 @@ def test_over_a_simulated_link_no_rank_comes_late() -> None:
     assert (found.cause, found.seconds) == (Cause.ISSUED_LATE, pytest.approx(4 * MS))
     (found,) = recording_of(*steps).exposures[-1][2:]
     assert found.cause is Cause.LATE_RANK
+
+
+def test_a_long_wait_does_not_expose_what_was_hidden_before_it() -> None:
+    """In the last of three steps the gather begins only in the wait, which is long."""
+    hidden = [Step(n).gather(1, 5, 15).forward(0, 0, 20).passes(forward=40) for n in (1, 2)]
+    late = Step(3).gather(1, 60, 70).wait(1, 20, 70).passes(forward=90)
+    recording = recording_of(*(step.end() for step in (*hidden, late)))
+    (row,) = rows_of(recording, "bucket")
+    assert (row.wire, row.hidden) == (pytest.approx(10 * MS), pytest.approx(20 / 3 * MS))
+    assert row.exposed == pytest.approx(50 / 3 * MS)
+    assert summarise(recording).hidden == pytest.approx(2 / 3)
+    # Of two messages of a bucket, only the second is exposed.
+    step = Step().gather(1, 5, 15).gather(1, 60, 70).wait(1, 20, 70).passes(forward=90)
+    (row,) = rows_of(recording_of(step.end()), "bucket")
+    assert (row.wire, row.hidden) == (pytest.approx(20 * MS), pytest.approx(10 * MS))
 
 
 def test_only_the_last_reduction_is_unavoidable() -> None:
