@@ -107,8 +107,11 @@ def train() -> None:
     if dist.get_rank() == 0:
         memory = torch.empty(largest, dtype=torch.uint8).share_memory_()
         connection, of_engine = mp.Pipe()
-        engine = mp.get_context("spawn").Process(target=run_engine, args=(of_engine, memory))
+        engine = mp.get_context("spawn").Process(
+            target=run_engine, args=(of_engine, memory), daemon=True
+        )
         engine.start()
+        of_engine.close()  # so that the connection breaks if the engine fails
     for round_ in range(ROUNDS):
         for step in range(STEPS):
             loss_of(model, seed=1 + round_ * STEPS + step).backward()
