@@ -54,7 +54,8 @@ def load(folder: Path | None) -> tuple[nn.Module, Callable[[str], list[int]], Ca
     """Return a model, and what makes tokens of text and text of tokens."""
     if folder is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder), tokenizer.encode, tokenizer.decode
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model, tokenizer.encode, tokenizer.decode
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
