@@ -92,7 +92,7 @@ train: extension  ## train a GPT sharded over NPROC ranks (TRAIN_ARGS="--steps 2
 	  examples/train_gpt.py $(TRAIN_ARGS)
 
 .PHONY: bench
-bench: extension  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
+bench: $(VENV)/.test extension  ## measure beside PyTorch's: all benchmarks, or BENCH=pack (BENCH_ARGS="--quick")
 	"$(BIN)/python" -m bench $(BENCH) $(BENCH_ARGS)
 
 .PHONY: bench-hosts

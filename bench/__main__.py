@@ -46,7 +46,10 @@ def load(name: str) -> ModuleType:
 
 
 def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
-    """Run each benchmark in its own process, even after failures; return the worst exit code."""
+    """Run each benchmark in its own process, even after failures; return the worst exit code.
+
+    A benchmark that lacks a package fails, too.
+    """
     from bench.harness import options, output, ranks
 
     parser = options.Parser(prog="python -m bench all", description="Run all benchmarks.")
@@ -64,7 +67,12 @@ def run_all(found: dict[str, str], arguments: Sequence[str]) -> int:
     ranks.register(ranks.stop_children)
     worst = 0
     for name in found:
-        module = load(name)
+        try:
+            module = load(name)
+        except ImportError as error:
+            print(f"{name}: not run: {error}\n", file=sys.stderr, flush=True)
+            worst = max(worst, 1)
+            continue
         if args.device and args.device not in getattr(module, "DEVICES", ("cpu", "cuda")):
             print(f"{name}: not run, since it cannot use {args.device}\n", flush=True)
             continue

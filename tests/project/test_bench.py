@@ -29,7 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import __main__ as bench
 from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
+from bench.harness import ranks
 from bench.harness.options import count_of_ranks, parser_of
 from bench.models.training import OF_ONE_RANK, SMALL
 from fsdp_ext import _C
@@ -601,6 +603,25 @@ def test_a_mistake_is_refused_in_a_sentence_before_anything_is_measured(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_benchmark_that_lacks_a_package_fails_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def child(command: list[str]) -> SimpleNamespace:
+        ran.append(command[3])
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(ranks, "register", lambda act: None)
+    monkeypatch.setattr(ranks, "Child", child)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.delitem(sys.modules, "bench.checkpoint")
+    found = dict.fromkeys(("buckets", "checkpoint", "muon"), "")
+    assert bench.run_all(found, ["--quick", "--device", "cpu"]) == 1
+    assert ran == ["buckets", "muon"]
+    assert "checkpoint: not run: import of safetensors.torch" in capfd.readouterr().err
 
 
 def test_only_a_benchmark_that_names_its_ranks_runs_on_them() -> None:
