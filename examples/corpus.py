@@ -107,9 +107,9 @@ def _read(paths: Iterator[Path], max_bytes: int) -> tuple[bytearray, int]:
     for path in paths:
         if len(raw) >= max_bytes:
             break
-        raw += path.read_bytes()
+        with path.open("rb") as file:
+            raw += file.read(max_bytes - len(raw))
         files += 1
-    del raw[max_bytes:]
     return raw, files
 
 
