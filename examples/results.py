@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import sys
 from collections.abc import Iterable, Sequence
@@ -73,10 +75,15 @@ def chart(curve: Curve, width: int = 64, height: int = 12) -> str:
     means = []
     for begin, end in pairwise(bounds):
         means.append(sum(loss for _, loss in curve[begin:end]) / (end - begin))
-    low, high = min(means), max(means)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        return "no loss was a finite number"
+    low, high = min(finite), max(finite)
     height = height if high > low else 1
     step = (high - low) / max(1, height - 1)
-    levels = [round((mean - low) / step) if step else 0 for mean in means]
+    # A column without a finite loss has no point.
+    places = [(mean - low) / step if step else mean - low for mean in means]
+    levels = [round(place) if math.isfinite(place) else None for place in places]
     lines = []
     for level in range(height - 1, -1, -1):
         labelled = level in (height - 1, height // 2, 0)
@@ -88,6 +95,19 @@ def chart(curve: Curve, width: int = 64, height: int = 12) -> str:
     steps = first if len(curve) == 1 else first + last.rjust(max(width - len(first), len(last) + 1))
     lines.append(" " * 9 + steps)
     return "\n".join(lines)
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """The figures as JSON, which has no number for NaN and infinity: they become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(figures), indent=2, allow_nan=False)
 
 
 def plot(path: Path, title: str, training: Curve, validation: Curve, baseline: float) -> None:

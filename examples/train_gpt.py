@@ -12,7 +12,6 @@ knows only how often each byte occurs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -38,7 +37,7 @@ from corpus import (
 )
 from gpt_model import GPT, GPTConfig
 from options import DTYPES, parse_arguments
-from results import Memory, chart, memory_of_ranks, plot
+from results import Memory, as_json, chart, memory_of_ranks, plot
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
@@ -448,15 +447,17 @@ def main() -> int:
     memory = memory_of_ranks(run.optimizer, run.device)
     if options.profile:
         show(profile_steps(run))
-    if options.sample:
+    if options.sample and math.isfinite(run.validation[-1][1]):
         show(f"--- sample ---\n{sample(run)}\n---")
+    elif options.sample:
+        show("There is no sample, since the validation loss is not a finite number.")
     figures = report(run, memory)
     if dist.get_rank() == 0:
         if options.plot is not None:
             title = f"{options.system}, GPT on bytes"
             plot(options.plot, title, run.curve, run.validation, figures["byte_frequency_loss"])
         if options.json is not None:
-            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+            options.json.write_text(as_json(figures) + "\n")
     show(next_commands(dist.get_world_size()))
     # No rank leaves while another still needs its store or its connections.
     dist.barrier()

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_gpt  # noqa: E402  (its folder is on the path from here on)
-from corpus import UsageError  # noqa: E402
+from corpus import UsageError, load_corpus  # noqa: E402
 from options import parse_arguments  # noqa: E402
 from results import chart  # noqa: E402
 
@@ -89,6 +89,13 @@ def test_it_learns_saves_plots_and_goes_on_with_one_rank_less(text: Path, tmp_pa
     assert resumed["validation_loss"] < result["validation_loss"] + 0.2
 
 
+def test_of_a_large_file_only_the_bytes_of_the_corpus_are_read(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    corpus = load_corpus(tmp_path, context=16, max_bytes=4096)
+    assert len(corpus.train) + len(corpus.validation) == 4096
+
+
 def test_a_loss_curve_has_a_line_for_each_level_and_names_its_ends() -> None:
     curve = [(step, 6.0 - step) for step in range(1, 5)]
     *levels, axis, steps = chart(curve, height=4).splitlines()
@@ -98,6 +105,33 @@ def test_a_loss_curve_has_a_line_for_each_level_and_names_its_ends() -> None:
     assert axis == "        +----"
     assert steps.split() == ["1", "4"]
     assert chart([(7, 2.5)]).splitlines() == ["   2.50 |*", "        +-", "         7"]
+
+
+def test_a_loss_curve_leaves_out_what_is_not_finite() -> None:
+    curve = [(1, 5.0), (2, math.nan), (3, 4.0), (4, math.inf)]
+    *levels, _, _ = chart(curve, height=2).splitlines()
+    assert levels == ["   5.00 |*", "   4.00 |  *"]
+    *levels, _, _ = chart([(1, 5.0), (2, math.nan)]).splitlines()
+    assert levels == ["   5.00 |*"]
+    assert chart([(1, math.nan)]) == "no loss was a finite number"
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_diverges_reports_and_writes_its_figures(text: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "out.json"
+    outputs = ["--json", str(figures), "--plot", str(tmp_path / "loss.png"), "--sample", "8"]
+    printed = run_script(
+        [*TINY, "--data", str(text), "--steps", "4", "--lr", "1e30", *outputs], ranks=1
+    )
+    assert "There is no sample" in printed
+    assert "training loss in nats/byte" in printed
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    result = json.loads(figures.read_text(), parse_constant=refuse)
+    assert result["validation_loss"] is None
+    assert result["curve"][0] == [1, pytest.approx(math.log(256), rel=0.1)]
 
 
 def steps(arguments: list[str], save_after: int | None) -> list[float]:
