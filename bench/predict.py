@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_ext
-from bench.harness import hosts, ranks
+from bench.harness import ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from bench.models.training import GPT, Block, GPTConfig
@@ -275,8 +275,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
             measure_transport(transport, args.quick, {}, keep)
         return
     for rate in args.rate:
-        hosts.set_rate(rate)
-        dist.barrier()
+        ranks.set_rate(rate)
         for transport in BETWEEN_HOSTS:
             measure_transport(transport, args.quick, {"rate": rate}, keep)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_ext
-from bench.harness import hosts, ranks
+from bench.harness import ranks
 from bench.harness.output import bars, picture, print_table
 from bench.harness.runner import Keep
 from fsdp_ext import Link, Simulated, fully_shard
@@ -100,8 +100,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
         ranks.join(args.device)
     for rate in args.rate or [None]:
         if rate is not None:
-            hosts.set_rate(rate)
-            dist.barrier()
+            ranks.set_rate(rate)
         for case in CASES[:1] if args.quick else CASES:
             row = row_of(case, simulated, args.quick)
             keep(row if rate is None else {"rate": rate, **row})

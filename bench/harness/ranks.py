@@ -242,6 +242,18 @@ def on_hosts() -> bool:
     return ON_HOSTS in os.environ
 
 
+def set_rate(rate: str) -> None:
+    """Limit the sending rates of both hosts. All ranks call this.
+
+    Raises:
+        HostsError: if the kernel has no token bucket.
+        ValueError: if it is no rate.
+    """
+    if os.environ["LOCAL_RANK"] == "0":  # the ranks of a host share its end of the cable
+        hosts.set_rate(rate)
+    dist.barrier()
+
+
 def join(device: str) -> torch.device:
     """Create the default process group of all ranks, or of this process alone.
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_ext
-from bench.harness import hosts
+from bench.harness import hosts, ranks
 from bench.harness.output import picture, print_table
 from bench.harness.runner import Keep, Row
 from bench.harness.timing import INDISTINCT, Timing, as_microseconds, includes_zero
@@ -146,8 +146,7 @@ def others() -> float:
 def measure(args: Any, keep: Keep) -> None:
     """Measure all systems at each rate and ratio."""
     for rate in args.rate:
-        hosts.set_rate(rate)
-        dist.barrier()
+        ranks.set_rate(rate)
         cable = measure_cable()
         limit = hosts.bytes_per_second(rate) or cable.rate
         config = SLOW_MODEL if limit < SLOW else MODEL

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench import predict
-from bench.harness import hosts, runner
+from bench.harness import hosts, ranks, runner
 from bench.harness.hosts import Hosts
 from fsdp_ext import _C, describe_buckets, fully_shard, profile
 from fsdp_ext.comm import transports
@@ -245,6 +245,7 @@ class Spanning:
     description: str
     gathered_bytes: int  # of one all-gather, per rank
     sent_bytes: list[int]  # by the host, in that all-gather: by default, and over gloo alone
+    limited: list[str]  # how tc describes the host's end of the cable, after each of RATES
 
 
 def _digest(results: list[torch.Tensor]) -> str:
@@ -274,6 +275,13 @@ def _sent_by_gather(lanes: _C.Lanes, nbytes: int) -> int:
     return hosts.sent_bytes() - before
 
 
+def _limited(rate: str) -> str:
+    ranks.set_rate(rate)
+    shown = subprocess.check_output(["tc", "qdisc", "show", "dev", hosts.INTERFACE], text=True)
+    dist.barrier()
+    return shown
+
+
 def _span(is_on_hosts: bool) -> Spanning:
     model = _sharded(LONG)
     optimizer = torch.optim.Adam(model.parameters())
@@ -288,13 +296,15 @@ def _span(is_on_hosts: bool) -> Spanning:
         for numel in (1, 1000, 100_003):
             results += _collect(lanes, numel, dtype)
     nbytes = 2_000_000
-    sent = []
+    sent, limited = [], []
     if is_on_hosts:
         alone = lanes_of(dist.new_group(timeout=LONG), HOST, "process_group")
         assert alone.hosts == []
         sent = [_sent_by_gather(either, nbytes) for either in (lanes, alone)]
+        os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
+        limited = [_limited(rate) for rate in hosts.RATES]
     text = describe_buckets(model)
-    return Spanning(_digest(results), lanes.hosts, text, nbytes, sent)
+    return Spanning(_digest(results), lanes.hosts, text, nbytes, sent, limited)
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +332,12 @@ def test_a_gathered_shard_crosses_between_two_hosts_once(spanning: list[Spanning
         by_default, over_gloo = found.sent_bytes
         assert shards <= by_default < 1.5 * shards
         assert over_gloo >= 2 * shards
+
+
+def test_ranks_of_a_host_set_the_rate_of_its_cable_once(spanning: list[Spanning]) -> None:
+    for found in spanning:
+        shown = [re.search(r"tbf .* rate (\w+)", text) for text in found.limited]
+        assert [each and each[1].lower() for each in shown] == ["1gbit", "4gbit", "10gbit", None]
 
 
 @pytest.mark.exhaustive
