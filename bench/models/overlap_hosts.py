@@ -190,18 +190,32 @@ def measure_rate(case: Case, ratios: Sequence[float], common: Row, keep: Keep) -
     sharded_bytes = (2 * 4 * unsharded.parameters + bytes_of_blocks(case.config)) * others()
     wire = sharded_bytes / case.limit
     alone, for_each = fit_compute(unsharded)
-    for ratio in ratios:
-        batch = max(1, round((ratio * wire - alone) / for_each))
+    batches = batches_for([(ratio * wire - alone) / for_each for ratio in ratios])
+    for asked, batch in zip(ratios, batches, strict=True):
+        if batch is None:
+            continue
         torch.manual_seed(dist.get_rank())
         tokens = torch.randint(case.config.vocabulary, (batch, CONTEXT))
         repeats = QUICK_REPEATS if case.quick else REPEATS
         others_busy = OtherPrograms()
         taken, ledgers = run_in_turns(systems, tokens, repeats)
-        settings = {"ratio": ratio, "batch": batch, "context": CONTEXT}
+        settings = {"asked_ratio": asked, "batch": batch, "context": CONTEXT}
+        settings["measured_ratio"] = median_seconds(taken[UNSHARDED]) / wire
         settings["other_programs_cores"] = others_busy.cores()
         for system in systems:
             row = row_of(system, taken, case, system.least_bytes(tokens))
             keep(common | settings | row | ledgers.get(system.name, {}))
+
+
+def batches_for(sequences: Sequence[float]) -> list[int | None]:
+    """Return the batch nearest to each number of sequences; None for a batch that comes again."""
+    batches = [max(1, round(number)) for number in sequences]
+    return [batch if batch not in batches[:i] else None for i, batch in enumerate(batches)]
+
+
+def median_seconds(taken: Sequence[Taken]) -> float:
+    """Return the median time of steps."""
+    return statistics.median(step.seconds for step in taken)
 
 
 def start_all(config: GPTConfig) -> tuple[list[System], dict[str, str]]:
@@ -355,7 +369,7 @@ def by_ledger(ledger: fsdp_ext.profile) -> Row:
 def row_of(system: System, taken: dict[str, list[Taken]], case: Case, least: float) -> Row:
     """Return a row's figures for one system's steps, beside the unsharded model's."""
     mine, unsharded = taken[system.name], taken[UNSHARDED]
-    compute = statistics.median(step.seconds for step in unsharded)
+    compute = median_seconds(unsharded)
     row: Row = {
         "system": system.name,
         "settings": system.sharded.settings,
@@ -364,7 +378,7 @@ def row_of(system: System, taken: dict[str, list[Taken]], case: Case, least: flo
         "layers": system.config.layers,
         "dim": system.config.dim,
         "step_us": as_microseconds(Timing.of([step.seconds for step in mine])),
-        "of_unsharded": statistics.median(step.seconds for step in mine) / compute,
+        "of_unsharded": median_seconds(mine) / compute,
         "sent_bytes": statistics.median(step.sent for step in mine),
         "least_bytes": least,
     }
@@ -409,19 +423,22 @@ def show(rows: list[Row]) -> None:
             f"{first['message_cpu_us_a_mb'] / 1e3:.2f} ms of a core for each MB; other programs "
             f"kept up to {busy:.2f} cores busy"
         )
-        header = ["compute / wire, system", "transport", "wire ms", "step ms", "quartiles"]
+        header = ["compute / wire (asked), system", "transport", "wire ms", "step ms", "quartiles"]
         header += ["of unsharded", "exposed ms (by ledger)", "hidden", "quartiles", "at most"]
         header += ["CPU ms", "sent MB", "of least", "because, or error"]
         print_table(header, [cells(row) for row in of_rate], words_last=True)
         print()
-    print("hidden = 1 - exposed / wire; the ledger is that of rank 0")
+    print(
+        "compute / wire: of the unsharded step and FSDP2's bytes, as measured and as asked for; "
+        "hidden = 1 - exposed / wire, of the system's own bytes; the ledger is that of rank 0"
+    )
 
 
 def cells(row: Row) -> list[str]:
     """Return the cells of a row."""
     if "error" in row:
         return [row["system"], *[""] * 12, row["error"][:100]]
-    label = f"{row['ratio']:g}, {row['system']}"
+    label = f"{row['measured_ratio']:.2f} ({row['asked_ratio']:g}), {row['system']}"
     step = row["step_us"]
     timing = [f"{step['median'] / 1e3:.1f}", f"{step['low'] / 1e3:.1f} to {step['high'] / 1e3:.1f}"]
     timing += [f"{row['of_unsharded']:.2f}"]
@@ -470,7 +487,7 @@ def plot(rows: list[Row], path: str) -> None:
             of_rate = [row for row in ran if row["rate"] == rate]
             for system in dict.fromkeys(row["system"] for row in of_rate):
                 mine = sorted(
-                    (row["ratio"], row["of_unsharded"])
+                    (row["measured_ratio"], row["of_unsharded"])
                     for row in of_rate
                     if row["system"] == system
                 )

@@ -33,6 +33,7 @@ from bench import __main__ as bench
 from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
 from bench.harness import ranks
 from bench.harness.options import count_of_ranks, parser_of
+from bench.models import overlap_hosts
 from bench.models.training import OF_ONE_RANK, SMALL
 from fsdp_ext import _C
 from fsdp_ext.checkpoint.snapshot import Snapshot
@@ -379,6 +380,18 @@ def test_a_sweep_has_a_row_for_each_setting(tmp_path: Path) -> None:
     assert {nbytes: known[nbytes]["buckets"] for nbytes in buckets} == buckets
     for row in rows:
         assert row["collectives"] == 3 * row["buckets"] - 2
+
+
+def test_two_hosts_overlap_by_the_measured_ratio_and_each_batch_once() -> None:
+    assert overlap_hosts.batches_for([6.6, 3.1, 1.4, 0.6, -2.0]) == [7, 3, 1, None, None]
+    row = {"rate": "4gbit", "system": "unsharded", "of_unsharded": 1.0}
+    row |= {"asked_ratio": 4.0, "measured_ratio": 3.16}
+    row["step_us"] = {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert overlap_hosts.cells(row)[0] == "3.16 (4), unsharded"
+    with mock.patch.object(overlap_hosts, "picture") as picture:
+        overlap_hosts.plot([row], "")
+    panel = picture().__enter__()
+    panel.plot.assert_called_once_with((3.16,), (1.0,), marker="o", label="unsharded")
 
 
 @pytest.mark.exhaustive
