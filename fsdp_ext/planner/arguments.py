@@ -283,8 +283,9 @@ def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) ->
         if is_updated and of_unit.update is None:
             raise ValueError(
                 f"plan cannot predict times without the seconds that the attached optimizer takes "
-                f"for unit '{unit.name}'. Pass compute with them as the third number of each "
-                "unit, or neither compute nor flops_per_second."
+                f"for unit '{unit.name}'. Pass compute to plan() with them as the third "
+                "number of each unit. Without compute and flops_per_second (--flops-per-second), "
+                "only the memory is planned."
             )
         if not is_updated and of_unit.update is not None:
             raise ValueError(
