@@ -57,11 +57,18 @@ $(VENV)/.tools: pyproject.toml
 	"$(BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja
 	touch "$@"
 
+# The name of the stamp has the torch, so that another TORCH replaces the one that is there.
+TORCH_STAMP = $(VENV)/.torch-$(subst /,-,$(subst =,-,$(TORCH)))
+$(TORCH_STAMP): $(VENV)/.tools
+	@echo "=== set-up: $(TORCH) into $(VENV)"
+	"$(BIN)/pip" install --quiet "$(TORCH)"
+	rm -f "$(VENV)"/.torch-*
+	touch "$@"
+
 # torch comes first, so that pip does not choose one of its own. The build comes before the install,
 # which would hide its progress.
-$(VENV)/.train: $(VENV)/.tools
-	@echo "=== set-up: $(TORCH) and what the examples need into $(VENV)"
-	"$(BIN)/pip" install --quiet "$(TORCH)"
+$(VENV)/.train: $(TORCH_STAMP)
+	@echo "=== set-up: what the examples need into $(VENV)"
 	FSDP_WERROR=1 "$(BIN)/python" setup.py --quiet build_ext --inplace
 	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[examples]"
 	touch "$@"

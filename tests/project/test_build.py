@@ -293,3 +293,16 @@ def test_builders_that_hide_the_torch_are_told_how_to_build(
     monkeypatch.delenv("PIP_BUILD_TRACKER", raising=False)
     with pytest.raises(SystemExit, match=r"sees no torch 2\.11 or newer in "):
         backend.torch_requirements()
+
+
+def test_make_installs_another_torch_over_the_one_that_is_there(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", f"VENV={tmp_path}", "test-python"]
+
+    def would_install(torch: str) -> bool:
+        said = subprocess.check_output([*command, f"TORCH={torch}"], cwd=ROOT, text=True)
+        return f'install --quiet "{torch}"' in said
+
+    for stamp in (".tools", ".torch-torch--2.13.0", ".train", ".test"):
+        (tmp_path / stamp).touch()
+    assert not would_install("torch==2.13.0")
+    assert would_install("torch==2.11.0")
