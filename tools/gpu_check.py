@@ -119,15 +119,20 @@ def steps(capability: str, part: str) -> list[Step]:
 
 
 def left_after(planned: list[Step], earlier: list[Path]) -> list[Step]:
-    """Return the steps that have not begun by these results, and those that a new machine needs."""
+    """Return the steps that have not begun by these results, with what they need and the build."""
     begun = {
         name
         for path in earlier
         for name, result in json.loads(path.read_text(encoding="utf-8"))["steps"].items()
         if not result["outcome"].startswith(NOT_RUN) or result.get("left_out")
     }
-    needed = {"build", *(step.needs for step in planned if step.name not in begun)}
-    return [step for step in planned if step.name in needed or step.name not in begun]
+    return chosen(planned, {"build", *(step.name for step in planned if step.name not in begun)})
+
+
+def chosen(planned: list[Step], names: set[str]) -> list[Step]:
+    """Return these steps and those that they need, in order."""
+    needed = {step.needs for step in planned if step.name in names}
+    return [step for step in planned if step.name in names | needed]
 
 
 def tests_part() -> list[Step]:
@@ -442,7 +447,9 @@ def main() -> int:
     parser.add_argument("--part", choices=(ALL, *PARTS), default=ALL)
     parser.add_argument("--after", nargs="+", action="extend", type=Path, default=[])
     parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
+    parser.add_argument(
+        "--only", nargs="+", metavar="STEP", help="run only these steps, and what they need"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit for the part")
     parser.add_argument("--patience", type=int, default=1, help="multiplies all limits")
     parser.add_argument("--quick", action="store_true", help="benchmarks measure little")
@@ -472,7 +479,8 @@ def main() -> int:
         "machine": machine,
         "steps": {},
     }
-    planned = [step for step in planned if not args.only or step.name in args.only]
+    if args.only:
+        planned = chosen(planned, set(args.only))
     path.with_suffix(".log").write_text("", encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
         while planned:

@@ -118,6 +118,23 @@ def test_a_second_call_runs_what_has_not_begun(
     assert (tmp_path / "some-gpu-1-tests-d-3.json").exists()
 
 
+def test_a_later_call_tries_again_what_its_steps_need(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def step(name: str, code: str = "raise SystemExit(1)", **options: Any) -> Any:
+        return gpu_check.Step(name, [sys.executable, "-c", code], 60, {}, **options)
+
+    trial = step(gpu_check.TRIAL, of_machine=True)
+    steps = [step("build", "pass"), trial, step("tests", needs=trial.name), step("last", "pass")]
+    first = tmp_path / "first"
+    _check(gpu_check, monkeypatch, first, steps)
+    earlier = ["--after", str(first / "some-gpu-1-tests-d.json")]
+    for options in (earlier, ["--only", "build", "tests"]):
+        code, results = _check(gpu_check, monkeypatch, tmp_path / "second", steps, *options)
+        assert code == gpu_check.EXIT_OF_MACHINE
+        assert list(results) == ["build", gpu_check.TRIAL, "tests"]
+
+
 def test_one_call_after_another_runs_every_step_by_what_it_says(gpu_check: ModuleType) -> None:
     steps = gpu_check.steps("9.0", gpu_check.ALL)
     names = [step.name for step in steps]
