@@ -38,7 +38,7 @@ TORCHES = ("2.11", "2.13", "2.15")
 NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "*.so", "_build_info.py", "__pycache__")
 # pip's errors if no index has this torch, or if its requirements cannot be met.
 NO_SUCH_TORCH = ("No matching distribution found for torch", "Cannot install torch==")
-KINDS = ("cu130", "cpu")  # in each environment, torch without CUDA is installed last
+KINDS = ("cpu", "cu130")
 TORCH_INDEX = "https://download.pytorch.org/whl/{kind}"
 TORCH_LIBRARIES = ("libtorch*", "libc10*", "libcudart*")  # come with torch, not with the wheel
 
@@ -243,7 +243,8 @@ def main() -> int:
     args = parser.parse_args()
     outcomes: dict[Target, str] = {}
     for torch, python in itertools.product(args.torch, args.python):
-        targets = [Target(python, torch, kind) for kind in args.kind]
+        # All use one environment. pip upgrades 2.11.0+cpu to 2.11.0+cu130, but not back.
+        targets = [Target(python, torch, kind) for kind in sorted(args.kind)]
         reasons = {target: why_not(target) for target in targets}
         with tempfile.TemporaryDirectory(prefix="fsdp-wheel-") as directory:
             inside = None

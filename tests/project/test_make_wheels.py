@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support.tools import TOOLS, load_tool
@@ -76,6 +77,24 @@ def test_a_torch_that_no_index_has_leaves_the_row_out(
     monkeypatch.setattr(make_wheels, "torch_of", lambda python: installed[0])
     target = make_wheels.Target("3.12", "2.13", kind)
     assert make_wheels.install_torch(target, Path("python"), "") == reason
+
+
+def test_torch_without_cuda_is_installed_first(
+    make_wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+
+    def make(target: Any, *more: object) -> str:
+        kinds.append(target.kind)
+        return "ok"
+
+    monkeypatch.setattr(make_wheels, "make", make)
+    monkeypatch.setattr(make_wheels, "why_not", lambda target: None)
+    monkeypatch.setattr(make_wheels, "make_environment", lambda *_: Path("python"))
+    command = ["make_wheels.py", "--python", "3.12", "--torch", "2.11", "--kind", "cu130", "cpu"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert make_wheels.main() == 0
+    assert kinds == ["cpu", "cu130"]
 
 
 def test_other_failures_of_pip_fail_the_row(
