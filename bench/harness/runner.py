@@ -103,7 +103,8 @@ class Run:
                 return 1
         failure, code = self.measure()
         with self.lock:
-            self.code = self.report(failure) or code
+            reported = self.report(failure)
+            self.code = code or reported
         if not ranks.under_torchrun():
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import __main__ as bench
 from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
-from bench.harness import ranks
-from bench.harness.options import count_of_ranks, parser_of
+from bench.harness import ranks, runner
+from bench.harness.options import UsageError, count_of_ranks, parser_of
 from bench.models import overlap_hosts
 from bench.models.training import OF_ONE_RANK, SMALL
 from fsdp_ext import _C
@@ -635,6 +635,18 @@ def test_a_benchmark_that_lacks_a_package_fails_and_the_others_run(
     assert bench.run_all(found, ["--quick", "--device", "cpu"]) == 1
     assert ran == ["buckets", "muon"]
     assert "checkpoint: not run: import of safetensors.torch" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError, 2), (ValueError, 1)])
+def test_the_exit_code_tells_wrong_use_from_a_failure(
+    error: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(args: Any, keep: Any) -> None:
+        raise error("planted")
+
+    monkeypatch.setattr(ranks, "register", lambda act: None)
+    args = SimpleNamespace(device="cpu", json=None, plot=None)
+    assert runner.Run("some", SimpleNamespace(measure=measure), args).run() == code
 
 
 def test_only_a_benchmark_that_names_its_ranks_runs_on_them() -> None:
