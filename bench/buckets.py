@@ -130,7 +130,7 @@ def measure_buckets(shape: Shape, bucket_bytes: int | None, repeats: int) -> dic
         "collectives": len(sent),
         "simulated_communication_ms": sum(taken) * 1e3,
         "simulated_communication_quartiles_ms": [
-            value * 1e3 for value in statistics.quantiles(map(sum, busy), n=4)
+            value * 1e3 for value in statistics.quantiles(map(sum, busy), n=4, method="inclusive")
         ],
         "predicted_communication_ms": predicted * 1e3,
         "simulated_step_ms": statistics.median(steps) * 1e3,

@@ -171,7 +171,7 @@ def measure_size(
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     wrong = torch.tensor([int((have != want).sum()) for have, want in outputs.values()])
     dist.all_reduce(wrong)
-    quartiles = [statistics.quantiles(times, n=4) for times in slowest.tolist()]
+    quartiles = [statistics.quantiles(times, n=4, method="inclusive") for times in slowest.tolist()]
     of = {name: median for name, (_, median, _) in zip(calls, quartiles, strict=True)}
     rows = []
     for i, (name, (low, median, high)) in enumerate(zip(calls, quartiles, strict=True)):

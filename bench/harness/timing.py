@@ -32,7 +32,8 @@ class Timing:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
         """Summarise at least two repeats."""
-        low, median, high = statistics.quantiles(seconds, n=4)
+        # The quartiles lie between the smallest and the largest repeat, even of two.
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high)
 
 

@@ -33,6 +33,7 @@ from bench import __main__ as bench
 from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
 from bench.harness import ranks, runner
 from bench.harness.options import UsageError, count_of_ranks, parser_of
+from bench.harness.timing import Timing
 from bench.models import overlap_hosts
 from bench.models.training import OF_ONE_RANK, SMALL
 from fsdp_ext import _C
@@ -647,6 +648,10 @@ def test_the_exit_code_tells_wrong_use_from_a_failure(
     monkeypatch.setattr(ranks, "register", lambda act: None)
     args = SimpleNamespace(device="cpu", json=None, plot=None)
     assert runner.Run("some", SimpleNamespace(measure=measure), args).run() == code
+
+
+def test_quartiles_lie_within_what_was_measured() -> None:
+    assert Timing.of([1.0, 2.0]) == Timing(median=1.5, low=1.25, high=1.75)
 
 
 def test_only_a_benchmark_that_names_its_ranks_runs_on_them() -> None:
