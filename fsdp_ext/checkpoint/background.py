@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -75,7 +75,10 @@ class Saving:
             Exception: why it was not saved, as :func:`save` raises it.
         """
         self._check_process()
-        error = self._future.exception(timeout)
+        # Before Python 3.11, the future's own TimeoutError is not the builtin one.
+        if not wait([self._future], timeout).done:
+            raise TimeoutError(f"the checkpoint is still being written after {timeout:g} s.")
+        error = self._future.exception()
         self.is_reported = True
         if error is not None:
             raise error

@@ -66,7 +66,7 @@ def test_what_is_written_is_what_was_there(tmp_path: Path, stopped: Stopped) -> 
     with torch.no_grad():
         model.weight.zero_()
     assert not saving.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"is still being written after 0\.01 s\."):
         saving.result(timeout=0.01)
     stopped.go_on.set()
     assert saving.result() == tmp_path / "checkpoint-000001"
