@@ -876,8 +876,8 @@ FAULTS = (
     Fault(
         "an error that result() has raised is raised again",
         f"{CHECKPOINT}/background.py",
-        "self.is_reported = True",
-        within="        self.is_reported = True\n        if error",
+        "_running.remove(self)",
+        within="            _running.remove(self)\n        if error",
         python=("async_save",),
     ),
 )

@@ -41,7 +41,6 @@ class Saving:
         self._process = os.getpid()
         self._staged = staged
         self._future: Future[Path] = Future()
-        self.is_reported = False  # whether the caller has been told how it ended
         self._may_run = threading.Event()
         self._is_begun = False
         # Not a daemon: the interpreter waits for it before it ends.
@@ -79,7 +78,8 @@ class Saving:
         if not wait([self._future], timeout).done:
             raise TimeoutError(f"the checkpoint is still being written after {timeout:g} s.")
         error = self._future.exception()
-        self.is_reported = True
+        with contextlib.suppress(ValueError):  # called before
+            _running.remove(self)
         if error is not None:
             raise error
         return self._future.result()
@@ -95,10 +95,8 @@ class Saving:
             self._staged.wait()
 
     def error(self) -> BaseException | None:
-        """Wait, and return the error of the save, unless ``result()`` has raised it."""
-        error = self._future.exception()
-        is_new, self.is_reported = not self.is_reported, True
-        return error if is_new else None
+        """Wait, and return the error of the save."""
+        return self._future.exception()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Wait for the copies of what the optimizer's step changes."""
@@ -227,7 +225,7 @@ class Staged:
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
         self._events: dict[torch.device, torch.cuda.Event] = {}
-        self._optimizers = optimizers
+        self._optimizers: Sequence[Optimizer] = optimizers
 
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""
@@ -254,9 +252,11 @@ class Staged:
                 stream.synchronize()  # copies may still go to memory that others will use
             return error
         finally:
+            # The handle may live longer than the model. The caller keeps the copies.
             with self._lock:
                 self._versions = []
-            del self._copied_now, self._deferred  # the caller keeps the copies
+            del self._copied_now, self._deferred, self._memory
+            self._optimizers = ()  # a step may be looking at it
             self._issued.set()
             self._copied.set()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -354,6 +356,7 @@ def _differ(place: Path) -> None:
     with pytest.raises(RuntimeError, match="while the previous checkpoint is still being written"):
         checkpoint.async_save(place, model, if_running="raise")
     (place / "go on").touch()
+    background._running.clear()
     failing = background.start(partial(_fail, place), None)
     if rank == 0:
         with pytest.raises(OSError, match="broken"):
@@ -372,6 +375,29 @@ def _wait_for(path: Path) -> Path:
 
 def _fail(path: Path) -> Path:
     raise OSError(5, f"{path} is broken")
+
+
+def _keeps_nothing_alive(place: Path) -> None:
+    for asks in (True, False):
+        model = fsdp_ext.fully_shard(nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        saving = checkpoint.async_save(place, model, optimizer, {"step": torch.ones(1)})
+        saving.result() if asks else saving.wait_for_copies()
+        [memory] = background._memory.values()
+        state = optimizer.state[model.weight]["exp_avg"]
+        kept = [model, optimizer, model.weight, state, memory["others"], memory["deferred"]]
+        alive = [weakref.ref(each) for each in kept]
+        del model, optimizer, memory, state, kept
+        saving._thread.join()
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * 6
+        assert len(background._running) == (0 if asks else 1)
+
+
+def test_a_save_that_has_ended_keeps_nothing_alive(tmp_path: Path) -> None:
+    run_ranks(_keeps_nothing_alive, 1, tmp_path)
 
 
 def test_ranks_that_differ_about_the_previous_save_all_raise(tmp_path: Path) -> None:
