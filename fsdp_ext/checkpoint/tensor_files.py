@@ -33,7 +33,9 @@ DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
@@ -48,6 +50,7 @@ DTYPES = {
     "F64": torch.float64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_UNSUPPORTED = ("F4", "F6_E2M3", "F6_E3M2")  # the format has these, too
 
 BLOCK = 1 << 20  # bytes under one checksum
 _WRITE = 8 << 20  # bytes written at once
@@ -389,12 +392,20 @@ class TensorFile:
         try:
             entries = json.loads(header.decode())
             ours = json.loads(entries.pop("__metadata__", {}).get(_OURS, "{}"))
+            unsupported = [n for n, entry in entries.items() if entry["dtype"] in _UNSUPPORTED]
             parts = {
                 name: _part(start, entry, ours.get("parts", {}).get(name))
                 for name, entry in entries.items()
+                if not unsupported
             }
         except MALFORMED as error:
             self._fail(f"has a header that cannot be understood ({error})", error)
+        if unsupported:
+            name = unsupported[0]
+            raise ValueError(
+                f"{self.path} has '{name}' as {entries[name]['dtype']}, which fsdp_ext cannot "
+                "read. Quantized weights have to be loaded by the library that wrote them."
+            )
         self._check_places(parts, start)
         return parts, ours.get("tree")
 

@@ -31,7 +31,7 @@ import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.tensor_files import TensorFile, checksum, digest
+from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
 
@@ -191,6 +191,16 @@ def test_tensors_over_one_another_in_a_file_without_checksums(tmp_path: Path) ->
     rewrite_header_of(tmp_path / "model.safetensors", change)
     with pytest.raises(checkpoint.DamagedFileError, match=r"has tensor .* at byte .* instead of"):
         checkpoint.load_pretrained(Net(width=2), tmp_path)
+
+
+def test_an_unsupported_dtype_is_no_damage(tmp_path: Path) -> None:
+    checkpoint.export(Net(), tmp_path)
+    entry = {"dtype": "F4", "shape": [5, 24], "data_offsets": [0, 60]}
+    file = tmp_path / "model.safetensors"
+    rewrite_header_of(file, lambda header: header.update({"first.weight": entry}))
+    with pytest.raises(ValueError, match=r"has 'first\.weight' as F4, which .* Quantized") as error:
+        checkpoint.load_pretrained(Net(), tmp_path)
+    assert not isinstance(error.value, checkpoint.DamagedFileError)
 
 
 def _save_halves(place: Path) -> None:
@@ -455,6 +465,7 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         "a": {"b": shared + 1},
         ("a", 2): numpy.arange(4, dtype=numpy.uint32),
         "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "dtypes": [torch.ones(2).to(dtype) for dtype in NAMES],
         "negative": torch.tensor([1 + 2j]).conj().imag,
     }
     model = nn.Linear(1, 1)
