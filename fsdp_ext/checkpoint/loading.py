@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fsdp_ext.checkpoint import state_dicts
 from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, Weights, decoded, shape_of
-from fsdp_ext.checkpoint.tensor_files import DamagedFileError, Part, TensorFile
+from fsdp_ext.checkpoint.tensor_files import QUANTIZED, DamagedFileError, Part, TensorFile
 from fsdp_ext.checkpoint.trees import tensors_in
 from fsdp_ext.checkpoint.weights import aliases_of, metadata_of
 from fsdp_ext.optim.state_entries import local_of, over
@@ -151,6 +151,7 @@ def plan_weights(
     present = {first.get(name, name) for name in wanted if name in names}
     missing = [name for name in wanted if first.get(name, name) not in present]
     unknown = sorted(names - {*wanted, *aliases})
+    _check_scales(stored, wanted, unknown)
     if strict and (missing or unknown):
         differences = [f"lacks {_some(missing)}"] * bool(missing)
         differences += [f"has {_some(unknown)}, which the model lacks"] * bool(unknown)
@@ -202,9 +203,27 @@ def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:
         )
     if part.dtype.is_floating_point != value.dtype.is_floating_point:
         raise ValueError(
-            f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype}. Quantized "
-            "weights have to be loaded by the library that wrote them."
+            f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype}. {QUANTIZED}"
         )
+
+
+def _check_scales(stored: Weights, wanted: dict[str, Any], unknown: list[str]) -> None:
+    """Check that no float8 weight is cast without the scale that the same module has in a file."""
+    scales = {_module_of(name): name for name in unknown if "scale" in name.rpartition(".")[2]}
+    for name, value in wanted.items():
+        scale, source = scales.get(_module_of(name)), stored.aliases.get(name, name)
+        if scale is None or source not in stored.parts or not isinstance(value, torch.Tensor):
+            continue
+        file, part = stored.parts[source][0]
+        if part.dtype.is_floating_point and part.dtype.itemsize == 1 < value.dtype.itemsize:
+            raise ValueError(
+                f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype} without "
+                f"'{scale}'. {QUANTIZED}"
+            )
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _whole_like(parts: Parts, name: str) -> torch.Tensor:

@@ -51,6 +51,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNSUPPORTED = ("F4", "F6_E2M3", "F6_E3M2")  # the format has these, too
+QUANTIZED = "Quantized weights have to be loaded by the library that wrote them."
 
 BLOCK = 1 << 20  # bytes under one checksum
 _WRITE = 8 << 20  # bytes written at once
@@ -404,7 +405,7 @@ class TensorFile:
             name = unsupported[0]
             raise ValueError(
                 f"{self.path} has '{name}' as {entries[name]['dtype']}, which fsdp_ext cannot "
-                "read. Quantized weights have to be loaded by the library that wrote them."
+                f"read. {QUANTIZED}"
             )
         self._check_places(parts, start)
         return parts, ours.get("tree")
