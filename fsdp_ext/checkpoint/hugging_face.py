@@ -35,6 +35,7 @@ from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PARTIAL = ".partial"
+_CONFIG = f"config{_PARTIAL}"  # a directory
 _FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 Layout = dict[str, Part]
@@ -107,20 +108,21 @@ def write_files(
             dtypes than the parts, and are cast. Its argument lists the parts of each file.
         max_shard_size: as in :func:`export`.
         ranks: the ranks that write. Rank r writes the files r, r + size, and so on.
-        write_more: writes what else belongs there, on rank 0.
+        write_more: writes what else belongs there into another directory, on rank 0.
     """
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
         if ranks.rank == 0:
             make(directory)
-            _remove(directory, f"model*.safetensors{_PARTIAL}", f"config{_PARTIAL}")
+            _remove(directory, f"model*.safetensors{_PARTIAL}", _CONFIG)
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
 
     def begin_renaming() -> None:
-        _remove(directory, INDEX, SINGLE)  # the directory has no index while names change
         if write_more is not None:
-            write_more(directory, parts)
+            write_more(directory / _CONFIG, parts)  # may raise, so it comes first
+        # The directory has no index while names change. A single file is replaced by renaming.
+        _remove(directory, INDEX, *({SINGLE} - files.keys()))
 
     try:
         with ranks.together("export", begin_renaming), contextlib.closing(writing):
@@ -135,6 +137,8 @@ def write_files(
         for name in own:
             with contextlib.suppress(OSError):  # the caller has to see the first error
                 (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+        if ranks.rank == 0:
+            shutil.rmtree(directory / _CONFIG, ignore_errors=True)
         raise
 
 
@@ -242,9 +246,12 @@ class _Export:
 
 
 def _finish(directory: Path, files: dict[str, Layout]) -> None:
-    """Remove the files of an older export, and write the index."""
+    """Remove the files of an older export, move the configuration, and write the index."""
     stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
     _remove(directory, *(name for name in stale if name not in files))
+    for path in [*directory.glob(f"{_CONFIG}/*")]:
+        disk.rename(path, directory / path.name)
+    _remove(directory, _CONFIG)
     if SINGLE not in files:
         disk.before_change()
         write_text(directory / INDEX, _index(files))
@@ -271,14 +278,7 @@ def _write_config(model: nn.Module, directory: Path, parts: Layout) -> None:
     if floating is not None:
         attribute = "dtype" if hasattr(config, "dtype") else "torch_dtype"
         setattr(config, attribute, str(floating).removeprefix("torch."))
-    partial = directory / f"config{_PARTIAL}"
-    try:
-        config.save_pretrained(partial)
-        for path in partial.iterdir():
-            disk.rename(path, directory / path.name)
-        disk.before_change()
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    config.save_pretrained(directory)
 
 
 def _remove(directory: Path, *patterns: str) -> None:

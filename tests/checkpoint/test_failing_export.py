@@ -76,3 +76,30 @@ def _fails_on(failing: int, directory: Path) -> None:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_all_ranks_raise_and_nothing_is_left(failing: int, tmp_path: Path) -> None:
     run_ranks(_fails_on, 3, failing, tmp_path, timeout=60)
+
+
+class Config:
+    """A configuration, as those of transformers."""
+
+    is_broken = False
+
+    def save_pretrained(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        if self.is_broken:
+            raise TypeError("an entry is not JSON")
+
+
+@pytest.mark.parametrize("size", ["1MB", 500])
+def test_a_configuration_that_cannot_be_written(size: int | str, tmp_path: Path) -> None:
+    model = Stack()
+    model.config = Config()  # type: ignore[assignment]
+    export(model, tmp_path, size)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "config.json" in before
+    with torch.no_grad():
+        model.stem.weight.add_(1)
+    model.config.is_broken = True
+    with pytest.raises(TypeError, match="not JSON"):
+        export(model, tmp_path, size)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
