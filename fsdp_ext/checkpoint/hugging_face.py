@@ -29,7 +29,7 @@ from fsdp_ext.checkpoint.directory import make
 from fsdp_ext.checkpoint.gathering import cut, gathered
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
-from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer
+from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer, digest
 from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
 
 SINGLE = "model.safetensors"
@@ -70,7 +70,8 @@ def export(
         OSError: if a file cannot be written.
         RuntimeError: if another rank failed, and as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
-        ValueError: if ``max_shard_size`` is no size, or the model has no weights.
+        ValueError: if ``max_shard_size`` is no size, the model has no weights, or ranks differ in
+            what they export, such as pipeline stages.
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
@@ -112,9 +113,7 @@ def write_files(
     """
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
-        if ranks.rank == 0:
-            make(directory)
-            _remove(directory, f"model*.safetensors{_PARTIAL}", _CONFIG)
+    _prepare(directory, files, ranks)
     own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
     writing = _Export(directory, own)
 
@@ -197,6 +196,31 @@ def _files(parts: Layout, limit: int) -> dict[str, Layout]:
 
 
 # - Writing
+
+
+def _prepare(directory: Path, files: dict[str, Layout], ranks: Ranks) -> None:
+    """Check that all ranks have the same files, and remove what an interrupted export has left."""
+
+    def prepare(digests: list[str]) -> int | None:
+        """Return the first rank whose files differ from rank 0's; None if there is none."""
+        other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+        if other is None:
+            make(directory)
+            _remove(directory, f"model*.safetensors{_PARTIAL}", _CONFIG)
+        return other
+
+    layout = [
+        (file, name, NAMES[part.dtype], part.shape)
+        for file, parts in files.items()
+        for name, part in parts.items()
+    ]
+    other = ranks.agree("export", digest(layout), prepare)
+    if other is not None:
+        raise ValueError(
+            f"export got other tensors, or another max_shard_size=, on rank {ranks.members[other]} "
+            f"than on rank {ranks.members[0]}. All ranks need the same names, dtypes and shapes. "
+            "For a pipeline stage, pass a process_group= of its ranks and a directory of its own."
+        )
 
 
 class _Export:

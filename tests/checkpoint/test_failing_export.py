@@ -13,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_equal, made, sharded
+from support.checkpoints import assert_equal, made, sharded, unchanged
 from support.launcher import run_ranks
 from support.models import Stack
+from torch import nn
 
 from fsdp_ext.checkpoint import disk, export, gathering, hugging_face
 from fsdp_ext.checkpoint.ranks import OtherRanksError
@@ -76,6 +77,23 @@ def _fails_on(failing: int, directory: Path) -> None:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_all_ranks_raise_and_nothing_is_left(failing: int, tmp_path: Path) -> None:
     run_ranks(_fails_on, 3, failing, tmp_path, timeout=60)
+
+
+def _exports_stages(directory: Path) -> None:
+    rank = dist.get_rank()
+    stage, expected = made(Stack, unchanged)
+    for model, size in ((nn.ModuleDict({f"stage {rank}": stage}), 500), (stage, 500 + 500 * rank)):
+        with pytest.raises(ValueError, match=r"rank 1 than on rank 0\..* For a pipeline stage"):
+            export(model, directory / "all", size)
+    assert not (directory / "all").exists()
+    groups = [dist.new_group([each]) for each in (0, 1)]
+    export(stage, directory / str(rank), process_group=groups[rank])
+    stored = safetensors.torch.load_file(directory / str(rank) / "model.safetensors")
+    assert_equal(stored, expected)
+
+
+def test_ranks_that_differ_in_what_they_export_all_raise(tmp_path: Path) -> None:
+    run_ranks(_exports_stages, 2, tmp_path)
 
 
 class Config:
