@@ -84,16 +84,31 @@ def total_norm(
         part = torch.zeros((), dtype=dtype, device=ranks.device)
         if own:
             together = torch.cat([each.to(part.device) for each in own])
-            norm = torch.linalg.vector_norm(together, norm_type)
-            part = norm if is_max else norm.pow(norm_type)
-        for group in ranks.groups:
-            with explaining_errors(f"reduce the norm in {caller}", group):
-                dist.all_reduce(part, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+            part = torch.linalg.vector_norm(together, norm_type)
+        if is_max:
+            part = _maximum(part, ranks, caller)
+        else:
+            part = part.pow(norm_type)
+            _all_reduce(part, dist.ReduceOp.SUM, ranks, caller)
         parts.append(part)
     if not parts:
         return torch.zeros((), dtype=dtype)
     together = torch.stack([part.to(parts[0].device) for part in parts])
     return together.max() if is_max else together.sum() ** (1 / norm_type)
+
+
+def _maximum(norm: torch.Tensor, ranks: NormRanks, caller: str) -> torch.Tensor:
+    """Return the largest of all ranks' norms, or NaN if one is NaN."""
+    # Backends may drop the NaN of some ranks from a maximum.
+    both = torch.stack([norm.nan_to_num(0.0, math.inf), norm.isnan().to(norm.dtype)])
+    _all_reduce(both, dist.ReduceOp.MAX, ranks, caller)
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+def _all_reduce(value: torch.Tensor, op: Any, ranks: NormRanks, caller: str) -> None:
+    for group in ranks.groups:
+        with explaining_errors(f"reduce the norm in {caller}", group):
+            dist.all_reduce(value, op, group)
 
 
 def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch.Tensor]) -> None:

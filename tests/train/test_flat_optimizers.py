@@ -948,9 +948,12 @@ def _bad_arguments_say_what_is_wrong() -> None:
     with pytest.raises(NotImplementedError, match="placements"):
         fsdp_ext.clip_grad_norm_(model, 1.0)
     first.grad = sharded_grad
-    next(model.parameters()).grad.to_local().fill_(math.nan)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        fsdp_ext.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        next(model.parameters()).grad.to_local().fill_(math.nan)
+    for norm_type in (2.0, math.inf):
+        with pytest.raises(RuntimeError, match="non-finite"):
+            fsdp_ext.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+        assert fsdp_ext.clip_grad_norm_(model, 1.0, norm_type).isnan()
     with pytest.raises(ValueError, match="differentiable=True"):
         AdamW(model.parameters(), differentiable=True)
     early = Stack()
