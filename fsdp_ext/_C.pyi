@@ -77,7 +77,9 @@ class UserCollective:
     ) -> None: ...
 
 class UnitUpdate:
-    def __init__(self, weak_function: Callable[[], Callable[[int], None] | None]) -> None: ...
+    def __init__(
+        self, weak_function: Callable[[], Callable[[int, bool], None] | None], measures: bool
+    ) -> None: ...
 
 # See csrc/core/units/unit_settings.h.
 class UnitSettings:

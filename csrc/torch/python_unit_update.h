@@ -9,8 +9,8 @@
 
 namespace fsdp {
 
-// Calling `weak_function` returns a function of the handle of the stream to run on, or None if its
-// owner is gone. The handle is 0 on the host.
-std::shared_ptr<UnitUpdate> make_python_unit_update(pybind11::object weak_function);
+// Calling `weak_function` returns a function, or None if its owner is gone. The function takes the
+// handle of the stream to run on, which is 0 on the host, and whether it is called to measure.
+std::shared_ptr<UnitUpdate> make_python_unit_update(pybind11::object weak_function, bool measures);
 
 }  // namespace fsdp

@@ -53,11 +53,10 @@ def units_to_attach(
 
 def frees_gradients(unit: Unit) -> bool:
     """Return whether an attached optimizer steps all parameters that the unit trains."""
-    update: Any = unit.settings.update  # functools.partial of FlatStep._step_in_backward
-    if update is None:
-        return False
-    stepped = update.args[0].own
-    return all(entry.sharded in stepped for entry in unit.params if entry.requires_grad)
+    update = unit.settings.update
+    return update is not None and all(
+        entry.sharded in update.params for entry in unit.params if entry.requires_grad
+    )
 
 
 def _reason_against(unit: Unit) -> str | None:

@@ -35,6 +35,7 @@ from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.fused_steps import FusedSteps
 from fsdp_ext.optim.stand_in import stand_in_of
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
+from fsdp_ext.sharding.params.settings import UnitUpdate
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -163,7 +164,8 @@ class FlatStep(FusedSteps):
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         updates = {}
         for unit, own in units.items():
-            updates[unit] = partial(self._step_in_backward, _Part(own))
+            step = partial(self._step_in_backward, _Part(own))
+            updates[unit] = UnitUpdate(own, step, measure=None)
         try:
             for unit, update in updates.items():
                 change([unit], update=update)

@@ -160,6 +160,45 @@ TEST(Pipeline, GradientsThatComeAfterTheUpdateOfTheirUnitAreRefused) {
   });
 }
 
+class NotedUpdate final : public UnitUpdate {
+ public:
+  NotedUpdate(int unit, std::vector<int>& measured, std::vector<int>& updated)
+      : unit_(unit), measured_(measured), updated_(updated) {}
+
+  void run(Stream* /*stream*/) override { updated_.push_back(unit_); }
+  void measure(Stream* /*stream*/) override { measured_.push_back(unit_); }
+  bool measures() const override { return true; }
+
+ private:
+  int unit_;
+  std::vector<int>& measured_;
+  std::vector<int>& updated_;
+};
+
+TEST(Pipeline, AllRanksMeasureUnitsInTheOrderOfReductions) {
+  on_ranks(2, 3, [](Rank& rank, int r) {
+    std::vector<int> measured;
+    std::vector<int> updated;
+    for (const int i : {1, 2, 3}) {
+      change_settings(*rank.pipeline, i, [&](UnitSettings& settings) {
+        settings.update = std::make_shared<NotedUpdate>(i, measured, updated);
+      });
+    }
+    const std::vector<CallId> calls = rank.forward({1, 2, 3});
+    rank.pipeline->begin_backward();
+    for (const int i : {3, 2, 1}) {
+      rank.pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      if (i != 3 || r == 0) {  // rank 1 has no gradient of unit 3
+        rank.add_gradients(i, 1.0F);
+      }
+      rank.pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+    }
+    rank.pipeline->end_backward();
+    EXPECT_EQ(measured, (std::vector<int>{3, 2, 1}));
+    EXPECT_EQ(updated, r == 0 ? (std::vector<int>{3, 2, 1}) : (std::vector<int>{2, 1, 3}));
+  });
+}
+
 TEST(Pipeline, DeeperPrefetchUsesAsManySlotsMoreAndNoOthers) {
   PipelineOptions options;
   options.prefetch_depth = 3;

@@ -1,5 +1,6 @@
 // Steps of attached optimizers: Note [updates in backward] in core/reduce/unit_update.h.
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "core/reduce/reducer.h"
@@ -40,6 +41,7 @@ void Reducer::update(const Reduction& reduction) {
   }
   for (Unit* unit : reduction.units) {
     unit->updates.is_awaited = unit->update != nullptr;
+    unit->updates.awaits_measure = unit->update != nullptr && unit->update->measures();
   }
   updated_.push_back(&reduction.bucket);
   if (!device_.is_host()) {
@@ -55,12 +57,21 @@ void Reducer::run_updates(Bucket& bucket, const Units& units, Stream* stream, bo
       stream->record(*bucket.reduction.reduced_);
     }
   };
+  const auto timed = [&] {
+    return Timed(ledger_, stream == nullptr ? device_.compute_stream() : *stream,
+                 stream == nullptr ? Work::Step : Work::Update, bucket.numbers());
+  };
   try {
+    for (Unit* unit : units) {
+      if (std::exchange(unit->updates.awaits_measure, false)) {
+        const Timed timing = timed();
+        unit->update->measure(stream);
+      }
+    }
     for (Unit* unit : units) {
       if (unit->updates.is_awaited && (has_all || !unit->gradients.misses_gradients())) {
         unit->updates.count += has_sharded_gradients(*unit) ? 1 : 0;
-        const Timed timed(ledger_, stream == nullptr ? device_.compute_stream() : *stream,
-                          stream == nullptr ? Work::Step : Work::Update, bucket.numbers());
+        const Timed timing = timed();
         unit->update->run(stream);
         unit->updates.is_awaited = false;
       }
@@ -124,7 +135,7 @@ void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
 void Reducer::discard_updates(const Bucket& bucket) {
   for (Unit* unit : bucket.units) {
     if (unit->updates.is_awaited) {
-      unit->updates.is_awaited = false;
+      unit->updates.is_awaited = unit->updates.awaits_measure = false;
       unit->port.discard_sharded_gradients();
     }
   }

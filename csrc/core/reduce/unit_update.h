@@ -14,6 +14,11 @@
 // If this rank did not use all parameters of a unit, the unit is updated at the end of backward,
 // because other ranks may have used them (Note [parameters that some ranks do not use] in
 // core/agree/backward_exchange.h).
+// An update may have to measure the gradients together with other ranks, for example for a norm.
+// Ranks may update units in different orders, so the measures come first: all updated units of a
+// bucket are measured before one of them is updated, also those of which this rank misses
+// gradients. Their flat gradients are complete, with zeros where no rank had a gradient. So all
+// ranks measure in the order of reductions.
 // Backward raises if a unit was updated after its forward, because the gradient would belong to
 // other weights. It also raises if an updated unit gets more gradients in the same backward,
 // because each update would see only a part of the gradient. After a failed backward, units that
@@ -30,15 +35,19 @@ class UnitUpdate {
  public:
   virtual ~UnitUpdate() = default;
 
-  // Updates the parameters that have a gradient. `stream` is the GPU stream to issue the work to.
-  // If it is null, the gradients are complete, and the work runs on the calling thread. May throw.
+  // Both issue GPU work to `stream`. If it is null, the gradients are complete, and the work runs
+  // on the calling thread. Both may throw. Updates the parameters that have a gradient.
   virtual void run(Stream* stream) = 0;
+  // Called before run() if measures(), with the other ranks.
+  virtual void measure(Stream* /*stream*/) {}
+  virtual bool measures() const { return false; }
 };
 
 struct UpdateState {
   std::uint64_t count = 0;       // updates so far
   std::uint64_t in_forward = 0;  // updates before the last forward
   bool is_awaited = false;       // the reduced gradients have not been used yet
+  bool awaits_measure = false;   // nor measured
 };
 
 }  // namespace fsdp

@@ -112,7 +112,7 @@ void register_unit_config(py::module_& m) {
   py::class_<UserCollective, std::shared_ptr<UserCollective>>(m, "UserCollective")
       .def(py::init(&make_python_user_collective), py::arg("weak_function"), py::arg("device"));
   py::class_<UnitUpdate, std::shared_ptr<UnitUpdate>>(m, "UnitUpdate")
-      .def(py::init(&make_python_unit_update), py::arg("weak_function"));
+      .def(py::init(&make_python_unit_update), py::arg("weak_function"), py::arg("measures"));
   py::class_<UnitSettings>(m, "UnitSettings")
       .def(py::init<>())
       .def_readwrite("reshard_after_forward", &UnitSettings::reshard_after_forward)

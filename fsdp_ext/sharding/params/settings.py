@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext.comm.transports import Transport
@@ -19,6 +20,21 @@ MessageBytes = int | tuple[int | None, int | None]
 
 # As in FSDP2: one all-gather is in flight ahead of the unit that runs.
 DEFAULT_PREFETCH = 1
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """How an attached optimizer updates a unit: ``csrc/core/reduce/unit_update.h``.
+
+    Args:
+        params: the sharded parameters of the unit that it steps.
+        step: steps those that have a gradient.
+        measure: measures the gradients of the unit that is passed; None if nothing is measured.
+    """
+
+    params: frozenset[nn.Parameter]
+    step: Callable[[], None]
+    measure: Callable[[Any], None] | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class UnitSettings:
     communication_hook: CommunicationHook | None = None
     custom_all_gather: Callable[..., object] | None = None
     custom_reduce_scatter: Callable[..., object] | None = None
-    update: Callable[[], None] | None = None  # an attached optimizer's
+    update: UnitUpdate | None = None  # an attached optimizer's
     is_last_backward: bool = True  # only the root's is used
     finalizes_by_hand: bool = False  # only the root's is used
 

@@ -191,12 +191,19 @@ class Unit(ParamGroup):
 
     def core_update(self) -> _C.UnitUpdate:
         """Return the C++ hook that steps this unit's parameters in backward."""
-        return _C.UnitUpdate(weakref.WeakMethod(self._update))
+        update = self.settings.update
+        measures = update is not None and update.measure is not None
+        return _C.UnitUpdate(weakref.WeakMethod(self._update), measures)
 
-    def _update(self, handle: int) -> None:
-        if self.settings.update is not None:
-            with on_stream(self.device, handle, None):
-                self.settings.update()
+    def _update(self, handle: int, measures: bool) -> None:
+        update = self.settings.update
+        if update is None:
+            return
+        with on_stream(self.device, handle, None):
+            if not measures:
+                update.step()
+            elif update.measure is not None:
+                update.measure(self)
 
     def run_communication_hook(
         self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None
