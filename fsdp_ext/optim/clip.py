@@ -89,9 +89,6 @@ class Limits:
             raise ValueError(f"{caller} got norm_type={norm_type}. Pass a positive number.")
         return limits
 
-    def __str__(self) -> str:
-        return f"max_norm={self.max_norm} with norm_type={self.norm_type}"
-
     def scale(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the factor that clips gradients of this norm."""
         return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,51 +1,194 @@
-"""Clipping for attached optimizers.
+"""Clipping for attached optimizers, and skipping of gradients that are not finite.
 
 Note [clipping in backward]
 An attached optimizer steps a unit before backward has computed the gradients of the others, so the
-norm of all gradients is not known yet. The gradients are scaled by the norm of the step before,
-which is known on all ranks. Each unit adds its part to the norm of the current step, and ``step()``
-has the ranks sum the parts. The first step is not scaled, unless the caller passes a norm.
+norm of all gradients is not known yet. There are two ways to clip:
+- By the last step: gradients are scaled by the norm of the step before, which is known on all
+  ranks. Each unit adds its part to the norm of the current step, and ``step()`` has the ranks sum
+  the parts. The first step is not scaled, unless the caller passes a norm. If the norm is not
+  finite, the next step is scaled as this one.
+- By unit: each unit's gradients are scaled by their own norm, which ranks find before they step the
+  unit (optim/unit_norms.py).
+A unit is skipped if its own norm is not finite, so all ranks skip it together. PyTorch's fused code
+skips it without a wait of the host, as it does for a GradScaler. Other code is not called.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_ext import _C
-from fsdp_ext.optim.clip import Limits
+from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.norms import NormRanks, multiply, norm_dtype, norms_of, total_norm
-from fsdp_ext.sharding.root.unit import owners_of, units_alive
+from fsdp_ext.optim.unit_norms import UnitNorms
+from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 _CALLER = "step of an attached optimizer"
+_BY_LAST_STEP, _BY_UNIT = "last_step", "unit"
 
 
-class ClippingInBackward:
+@dataclass(frozen=True)
+class Safeguards:
+    """The checked arguments of ``attach`` for gradients that are too large or not finite.
+
+    Args:
+        limits: of the clipping; None for none.
+        last_norm: the norm of the step before, if it is known.
+        clip_by: "last_step" or "unit".
+        skip_nonfinite: whether units with gradients that are not finite are skipped.
+    """
+
+    limits: Limits | None = None
+    last_norm: float | None = None
+    clip_by: str = _BY_LAST_STEP
+    skip_nonfinite: bool = False
+
+    @classmethod
+    def of(
+        cls, max_norm: Any, norm_type: Any, last_norm: Any, clip_by: str, skip_nonfinite: bool
+    ) -> Safeguards:
+        """Check the arguments of ``attach``."""
+        before = None if last_norm is None else number_of("attach", "last_norm", last_norm)
+        if clip_by not in (_BY_LAST_STEP, _BY_UNIT):
+            raise ValueError(f"attach got clip_by={clip_by!r}. Pass 'last_step' or 'unit'.")
+        if max_norm is None and (before is not None or clip_by == _BY_UNIT):
+            passed = "clip_by='unit'" if before is None else "last_norm"
+            raise ValueError(f"attach got {passed} without max_norm. Pass both, or none.")
+        if before is not None and clip_by == _BY_UNIT:
+            raise ValueError(
+                "attach got last_norm and clip_by='unit', which clips no unit by the last norm. "
+                "Leave out one of them."
+            )
+        if before is not None and not 0 <= before < math.inf:
+            raise ValueError(
+                f"attach got last_norm={before}. Pass the grad_norm of the last step, a finite "
+                "number of 0 or more."
+            )
+        limits = None if max_norm is None else Limits.of("attach", max_norm, norm_type)
+        return cls(limits, before, clip_by, skip_nonfinite)
+
+    def __str__(self) -> str:
+        """Return the arguments that are not the defaults."""
+        passed = {
+            name: value for name, value in vars(self).items() if value != getattr(Safeguards, name)
+        }
+        limits = passed.pop("limits", None)
+        passed = {**vars(limits), **passed} if limits else passed
+        return ", ".join(f"{name}={value!r}" for name, value in passed.items())
+
+    def make(self, params: list[Any]) -> InBackward | None:
+        """Return an object that clips and skips so; None if nothing is to be done.
+
+        Args:
+            params: the optimizer's parameters.
+        """
+        if self.limits is None:
+            return InBackward(self, 2.0) if self.skip_nonfinite else None
+        if self.clip_by == _BY_UNIT:
+            return ClippingByUnit(self, self.limits)
+        return ClippingByLastStep(self, self.limits, params)
+
+
+class InBackward:
+    """Finds units whose gradients are not finite, and clips nothing.
+
+    Args:
+        settings: what it was made for.
+        norm_type: ``p`` of the p-norm.
+    """
+
+    def __init__(self, settings: Safeguards, norm_type: float) -> None:
+        self.settings = settings
+        self.norm: torch.Tensor | None = None  # of the last step
+        self._units = UnitNorms(norm_type)
+
+    @property
+    def key(self) -> Callable[[Any], Hashable] | None:
+        """Maps a parameter to a value. All parameters of a run have to have equal values."""
+        return None
+
+    @property
+    def measures(self) -> bool:
+        """Whether :meth:`measure` has to be called for each unit before it is stepped."""
+        return self.settings.skip_nonfinite
+
+    def measure(self, part: Hashable, params: frozenset[Any], unit: Unit) -> None:
+        """Find the norm of a unit, as :meth:`UnitNorms.measure`."""
+        self._units.measure(part, params, unit)
+
+    def nonfinite(self, part: Hashable) -> torch.Tensor | None:
+        """Return 1.0 if a part of the parameters is to be skipped; None if it never is."""
+        norm = self._units.of(part) if self.settings.skip_nonfinite else None
+        return None if norm is None else norm.isfinite().logical_not().float()
+
+    def note(self, params: list[Any]) -> None:
+        """Note the optimizer's parameters, which all ranks have in the same order."""
+
+    def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Scale the gradients of a part of the parameters.
+
+        Args:
+            part: the part.
+            stepped: tensors with a gradient, each with a parameter that lies in it.
+        """
+
+    def end_step(self) -> None:
+        """Find the norm of this step."""
+        self.norm = self._units.total()
+        self._units.reset()
+
+
+class ClippingByUnit(InBackward):
+    """Scales each unit's gradients by their own norm. What ``step()`` steps is not scaled.
+
+    Args:
+        settings: what it was made for.
+        limits: of the clipping.
+    """
+
+    def __init__(self, settings: Safeguards, limits: Limits) -> None:
+        super().__init__(settings, limits.norm_type)
+        self._limits = limits
+
+    @property
+    def measures(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        norm = self._units.of(part)
+        if norm is not None:
+            grads = [whole.grad for _, whole in stepped if whole.grad is not None]
+            multiply(grads, self._limits.scale(norm).to)
+
+
+class ClippingByLastStep(InBackward):
     """Scales gradients by the norm of the step before.
 
     Args:
-        limits: the arguments of the clipping.
-        last_norm: the norm of the step before, if it is known.
+        settings: what it was made for.
+        limits: of the clipping.
         params: the optimizer's parameters.
     """
 
-    def __init__(self, limits: Limits, last_norm: float | None, params: list[Any]) -> None:
-        self.settings = limits, last_norm
-        self.norm: torch.Tensor | None = None
+    def __init__(self, settings: Safeguards, limits: Limits, params: list[Any]) -> None:
+        super().__init__(settings, limits.norm_type)
         self._limits = limits
         self._params: list[Any] = []
         self._ranks: dict[Any, NormRanks] = {}
         self.note(params)
         self._scale = torch.ones((), dtype=self._dtype)
-        if last_norm is not None:
-            self._scale = limits.scale(torch.tensor(last_norm, dtype=self._dtype))
+        if settings.last_norm is not None:
+            self._scale = limits.scale(torch.tensor(settings.last_norm, dtype=self._dtype))
         self._begin_step()
 
     def note(self, params: list[Any]) -> None:
-        """Note the optimizer's parameters, which all ranks have in the same order."""
         if not _C.same_objects(params, self._params):
             owners = owners_of(units_alive())
             self._ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
@@ -53,8 +196,11 @@ class ClippingInBackward:
             self._params = params
             self._dtype = norm_dtype(params)
 
-    def ranks_of(self, param: Any) -> NormRanks:
-        """Return the ranks over which a parameter's gradient is sharded."""
+    @property
+    def key(self) -> Callable[[Any], Hashable]:
+        return self._ranks_of
+
+    def _ranks_of(self, param: Any) -> NormRanks:
         return self._ranks[param]
 
     def _begin_step(self) -> None:
@@ -63,12 +209,7 @@ class ClippingInBackward:
 
     @torch.no_grad()
     def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Scale the gradients of a part of the parameters, and add them to the norm of this step.
-
-        Args:
-            part: the part.
-            stepped: tensors with a gradient, each with a parameter that lies in it.
-        """
+        """Scale the gradients of a part, and add them to the norm of this step."""
         if part in self._clipped:
             raise RuntimeError(
                 "An attached optimizer that clips got a second backward without step() between "
@@ -87,12 +228,14 @@ class ClippingInBackward:
     @torch.no_grad()
     def end_step(self) -> None:
         """Find the norm of this step, by which the next one is clipped."""
+        self._units.reset()
         try:
             # Units may end in another order on another rank, but all ranks reduce in this order.
             norms = {ranks: self._norms[ranks] for ranks in self._all_ranks}
             self.norm = total_norm(norms, self._limits.norm_type, self._dtype, _CALLER)
             before = self._scale.to(self.norm.device)
-            # A step without gradients does not count.
-            self._scale = torch.where(self.norm == 0, before, self._limits.scale(self.norm))
+            # A step without gradients does not count, and NaN would stay for ever.
+            counts = self.norm.isfinite() & (self.norm > 0)
+            self._scale = torch.where(counts, self._limits.scale(self.norm), before)
         finally:
             self._begin_step()

@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 
 from fsdp_ext import _C
 from fsdp_ext.optim.attached import units_to_attach
-from fsdp_ext.optim.clip import Limits, number_of
-from fsdp_ext.optim.clip_in_backward import ClippingInBackward
+from fsdp_ext.optim.clip_in_backward import InBackward, Safeguards
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
-from fsdp_ext.optim.fused_steps import FusedSteps
+from fsdp_ext.optim.fused_steps import FusedSteps, asks_for_fused
 from fsdp_ext.optim.stand_in import stand_in_of
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.params.settings import UnitUpdate
@@ -134,6 +133,8 @@ class FlatStep(FusedSteps):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         last_norm: float | None = None,
+        clip_by: Literal["last_step", "unit"] = "last_step",
+        skip_nonfinite: bool = False,
     ) -> None:
         """Step each unit of ``model`` in backward, as soon as its gradients are reduced.
 
@@ -145,27 +146,40 @@ class FlatStep(FusedSteps):
 
         Args:
             model: has units with parameters of this optimizer.
-            max_norm: scales gradients down as ``clip_grad_norm_`` does, but by the norm of the step
-                before: this step's is known only after backward. ``step()`` computes it, and is
-                then required after each backward, on all ranks. The first step is not clipped.
+            max_norm: scales gradients down as ``clip_grad_norm_`` does.
             norm_type: ``p`` of the p-norm over all elements, above 0; ``inf`` for the maximum.
-            last_norm: the norm for the first step, to go on as before a checkpoint.
+            last_norm: the norm for the first step, to go on as before a checkpoint. Only for
+                ``clip_by="last_step"``.
+            clip_by: ``"last_step"`` clips by the norm of the step before, because this step's is
+                known only after backward. ``step()`` computes it, and is then required after each
+                backward, on all ranks. The first step is not clipped, and a norm that is not finite
+                is left out. ``"unit"`` clips each unit by its own norm, which costs a small
+                all-reduce for each unit. Gradients that are left to ``step()`` are not clipped.
+            skip_nonfinite: whether a unit whose gradients have a norm of NaN or Inf is not stepped,
+                on all ranks alike. It costs the same all-reduce. Without it, the unit is stepped
+                with NaN or Inf. On GPUs it needs PyTorch's fused code.
 
         Raises:
             RuntimeError: if one of the units already has an attached optimizer.
             TypeError: if ``model`` is no module, or if a norm is no number.
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
                 has a flat parameter, tensor extensions or hooks behind gradient accumulation. Also
-                if ``norm_type`` is not positive, if ``last_norm`` is passed without ``max_norm``,
-                or if a model was attached with other norms.
+                if the other arguments do not fit together, if a model was attached with others, or
+                if ``skip_nonfinite`` is passed on a GPU with ``foreach`` or ``fused=False``.
         """
         units = units_to_attach(model, [group["params"] for group in self.param_groups])
-        clipping = self._clipping_by(max_norm, norm_type, last_norm)
+        asked = Safeguards.of(max_norm, norm_type, last_norm, clip_by, skip_nonfinite)
+        if skip_nonfinite and any(unit.device.type == "cuda" for unit in units):
+            self._check_skips_fused()
+        clipping = self._clipping_as(asked)
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         updates = {}
         for unit, own in units.items():
-            step = partial(self._step_in_backward, _Part(own))
-            updates[unit] = UnitUpdate(own, step, measure=None)
+            part = _Part(own)
+            measure = None
+            if clipping is not None and clipping.measures:
+                measure = partial(clipping.measure, part, own)
+            updates[unit] = UnitUpdate(own, partial(self._step_in_backward, part), measure)
         try:
             for unit, update in updates.items():
                 change([unit], update=update)
@@ -177,8 +191,12 @@ class FlatStep(FusedSteps):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of the last step's gradients before clipping, after ``attach(max_norm=...)``."""
-        clipping: ClippingInBackward | None = vars(self).get("_clipping")
+        """The norm of the last step's gradients before clipping.
+
+        It is None unless ``attach`` got ``max_norm`` or ``skip_nonfinite``. With
+        ``clip_by="last_step"``, gradients that ``step()`` steps count, too.
+        """
+        clipping: InBackward | None = vars(self).get("_clipping")
         return None if clipping is None else clipping.norm
 
     def detach(self) -> None:
@@ -186,33 +204,32 @@ class FlatStep(FusedSteps):
         vars(self).pop("_clipping", None)
         change([*vars(self).pop("_attached", ())], update=None)
 
-    def _clipping_by(
-        self, max_norm: Any, norm_type: Any, last_norm: Any
-    ) -> ClippingInBackward | None:
-        """Return the clipping that ``attach`` is asked for."""
-        before = None if last_norm is None else number_of("attach", "last_norm", last_norm)
-        if max_norm is None and before is not None:
-            raise ValueError("attach got last_norm without max_norm. Pass both, or none.")
-        if before is not None and not before >= 0:
-            raise ValueError(
-                f"attach got last_norm={before}. Pass the grad_norm of the last step, 0 or more."
-            )
-        limits = None if max_norm is None else Limits.of("attach", max_norm, norm_type)
+    def _clipping_as(self, asked: Safeguards) -> InBackward | None:
+        """Return what clips and skips as ``attach`` is asked to."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if vars(self).get("_attached"):
-            known = self._clipping_now
-            if (limits and (limits, before)) != (known and known.settings):
-                raise ValueError(
-                    f"attach got {limits or 'no max_norm'} and last_norm={before}, but another "
-                    "model of this optimizer is attached with other norms. Pass the same for each."
-                )
-            if known is not None:
-                known.note(params)
-            return known
-        return None if limits is None else ClippingInBackward(limits, before, params)
+        if not vars(self).get("_attached"):
+            return asked.make(params)
+        known = self._clipping_now
+        before = Safeguards() if known is None else known.settings
+        if asked != before:
+            raise ValueError(
+                f"attach got ({asked}), but another model of this optimizer is attached with "
+                f"({before}). Pass the same for each."
+            )
+        if known is not None:
+            known.note(params)
+        return known
+
+    def _check_skips_fused(self) -> None:
+        if not all(map(asks_for_fused, self.param_groups)):
+            raise ValueError(
+                "attach got skip_nonfinite=True, but a group of parameters has foreach=True or "
+                "fused=False. On GPUs, only PyTorch's fused code can skip a step without a wait of "
+                "the host. Leave out foreach and fused."
+            )
 
     @property
-    def _clipping_now(self) -> ClippingInBackward | None:
+    def _clipping_now(self) -> InBackward | None:
         """The clipping of the models that are attached and alive."""
         return vars(self).get("_clipping") if vars(self).get("_attached") else None
 
@@ -249,7 +266,7 @@ class FlatStep(FusedSteps):
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
         clipping = self._clipping_now
-        parts = part.find_groups(self.state, None if clipping is None else clipping.ranks_of)
+        parts = part.find_groups(self.state, None if clipping is None else clipping.key)
         states: defaultdict[Any, Any] = defaultdict(dict)
         groups = []
         try:
@@ -263,7 +280,12 @@ class FlatStep(FusedSteps):
                 for found in parts:
                     found.runs.clear_padding()
                 clipping.clip(part, [pair for found in parts for pair in found.stepped()])
-            stand_in = stand_in_of(self, states, groups)
+            nonfinite = None if clipping is None else clipping.nonfinite(part)
+            if nonfinite is not None and not all(group["fused"] for group in groups):
+                if self._is_nonfinite(nonfinite):
+                    return
+                nonfinite = None
+            stand_in = stand_in_of(self, states, groups, nonfinite)
             step: Any = super(FlatStep, stand_in).step
             if getattr(step, "hooked", False):  # hooks run for the step of this class
                 step = partial(step.__wrapped__, stand_in)
@@ -275,6 +297,24 @@ class FlatStep(FusedSteps):
             for found in parts:
                 found.end_step(self.state)
             part.note(self.state)
+
+    @property
+    def _may_be_skipped(self) -> bool:
+        clipping = self._clipping_now
+        return super()._may_be_skipped or (
+            clipping is not None and clipping.settings.skip_nonfinite
+        )
+
+    @staticmethod
+    def _is_nonfinite(nonfinite: torch.Tensor) -> bool:
+        """Return whether to skip a step of code that cannot skip it. The host waits for it."""
+        if nonfinite.is_cuda:
+            raise RuntimeError(
+                "An optimizer that was attached with skip_nonfinite=True cannot step parameters on "
+                "a GPU by PyTorch's fused code. Call its detach(), and attach() without "
+                "skip_nonfinite."
+            )
+        return bool(nonfinite)
 
 
 class _Part:

@@ -23,7 +23,7 @@ class FusedSteps(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over states, as PyTorch's does for ``load_state_dict`` and copies."""
         super().__setstate__(state)
-        for group in filter(_asks_for_fused, self.param_groups):
+        for group in filter(asks_for_fused, self.param_groups):
             for param in group["params"]:
                 # PyTorch's fused code needs counts of steps on the parameter's device.
                 own = self.state.get(param, {})
@@ -51,6 +51,11 @@ class FusedSteps(Optimizer):
         """Whether a GradScaler leaves it to this step to unscale the gradients."""
         return getattr(self, "found_inf", None) is not None
 
+    @property
+    def _may_be_skipped(self) -> bool:
+        """Whether PyTorch's fused code may skip a step."""
+        return self._is_scaled
+
     def _fits_fused_code(self, group: dict[str, Any], stepped: dict[torch.Tensor, Any]) -> bool:
         """Return whether PyTorch's fused code gives correct results for these tensors.
 
@@ -67,7 +72,7 @@ class FusedSteps(Optimizer):
             group: the group.
             fits: whether PyTorch's fused code can step its tensors.
         """
-        if not _asks_for_fused(group):
+        if not asks_for_fused(group):
             fused: bool | None = group["fused"]
             return fused
         if not fits and self._is_scaled:
@@ -79,5 +84,6 @@ class FusedSteps(Optimizer):
         return True if fits else None
 
 
-def _asks_for_fused(group: dict[str, Any]) -> bool:
+def asks_for_fused(group: dict[str, Any]) -> bool:
+    """Return whether a group is to have a fused step where possible."""
     return group["fused"] or (group["fused"] is None and group["foreach"] is None)

@@ -31,9 +31,9 @@ class SGD(FlatStep, torch.optim.SGD):
         if group["momentum"] == 0 or group["dampening"] == 0:
             return True
         # PyTorch's fused code needs momentum for no parameter of a group (its first step) or all.
-        # It leaves the momentum uninitialised if a GradScaler skips the first step.
+        # It leaves the momentum uninitialised if it skips the first step.
         new = sum(states.get("momentum_buffer") is None for states in stepped.values())
-        return new == 0 or (new == len(stepped) and not self._is_scaled)
+        return new == 0 or (new == len(stepped) and not self._may_be_skipped)
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentums: Any) -> Any:
         found: Any = super()._init_group(group, params, grads, momentums)  # type: ignore[no-untyped-call]

@@ -33,6 +33,7 @@ import fsdp_ext
 from fsdp_ext import fully_shard
 from fsdp_ext.optim import SGD, AdamW, flat_step
 from fsdp_ext.sharding.root import setting_changes
+from fsdp_ext.sharding.root.module_state import units_below
 
 
 class OtherExperts(Stack):
@@ -77,6 +78,7 @@ class Pair:
         subject: makes the models.
         make: makes their optimizers.
         clipping: arguments of ``attach``.
+        tolerance: how much the models may differ, relatively; 0 for no difference in a bit.
         options: arguments of each fully_shard.
     """
 
@@ -84,7 +86,8 @@ class Pair:
         self,
         subject: Callable[[], Subject] = Stack,
         make: Callable[[Any], Any] = adam,
-        clipping: dict[str, float] | None = None,
+        clipping: dict[str, Any] | None = None,
+        tolerance: float = 0.0,
         **options: Any,
     ) -> None:
         self.models: list[Any] = []
@@ -99,6 +102,7 @@ class Pair:
             self.optimizers.append(make(model.parameters()))
         self.optimizers[0].attach(self.models[0], **(clipping or {}))
         self.batches: Counter[Any] = Counter()  # of each model so far
+        self.tolerance = tolerance
 
     def loss(self, model: Any) -> Tensor:
         self.batches[model] += 1
@@ -144,10 +148,17 @@ class Pair:
         ours, expected = (list(model.parameters()) for model in self.models)
         states, expected_states = (optimizer.state for optimizer in self.optimizers)
         for param, other in zip(ours, expected, strict=True):
-            assert torch.equal(param.to_local(), other.to_local())
+            assert self.alike(param, other)
             assert states.get(param, {}).keys() == expected_states.get(other, {}).keys()
             for name, value in states.get(param, {}).items():
-                assert torch.equal(_local(value), _local(expected_states[other][name])), name
+                assert self.alike(value, expected_states[other][name]), name
+
+    def alike(self, one: Any, other: Any) -> bool:
+        one, other = _local(one), _local(other)
+        tolerance = self.tolerance
+        return torch.allclose(one, other, rtol=tolerance, atol=tolerance) and (
+            tolerance > 0 or torch.equal(one, other)
+        )
 
 
 def _local(tensor: Any) -> Tensor:
@@ -378,8 +389,9 @@ class ClipByLastNorm:
             if param.grad is not None:
                 param.grad.to_local().mul_(scale)
         found = self.pair.optimizers[0].grad_norm
-        torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)  # units are summed first
-        self.last = found
+        if found.isfinite():
+            torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)  # units are summed first
+            self.last = found
 
 
 def _clip(norm_type: float, *args: Any, **options: Any) -> None:
@@ -444,6 +456,163 @@ def _clipping_after_a_failed_backward() -> None:
     torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-6, atol=0)
 
 
+class ClipByUnit:
+    """Clips each unit of a pair's second model by the norm of its whole gradients."""
+
+    def __init__(self, pair: Pair, max_norm: float, norm_type: float) -> None:
+        self.pair = pair
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scales: list[float] = []
+
+    def __call__(self, number: int) -> None:
+        if number == 0:
+            return
+        norms = []
+        for unit in units_below(self.pair.models[1]):
+            grads: list[Any] = [param.sharded.grad for param in unit.params]
+            grads = [grad for grad in grads if grad is not None]
+            if grads:
+                whole = torch.cat([grad.full_tensor().float().flatten() for grad in grads])
+                norms.append(torch.linalg.vector_norm(whole, self.norm_type))
+                scale = (self.max_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
+                self.scales.append(float(scale))
+                for grad in grads:
+                    grad.to_local().mul_(scale)
+        norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        torch.testing.assert_close(self.pair.optimizers[0].grad_norm, norm)
+
+
+def _clip_by_unit(
+    norm_type: float,
+    subject: Callable[[], Subject] = Stack,
+    backward: Callable[[Any, Any], None] | None = None,
+    **options: Any,
+) -> None:
+    clipping = {"max_norm": 0.2, "norm_type": norm_type}
+    asked = {**clipping, "clip_by": "unit"}
+    pair = Pair(subject, sgd, asked, **{"tolerance": 1e-5, **options})
+    clip = ClipByUnit(pair, **clipping)
+    pair.train(step=clip, backward=backward)
+    assert min(clip.scales) < 0.9, "nothing was clipped"
+
+
+def _clipping_by_unit() -> None:
+    for norm_type in (math.inf, 2.0, 1.0):
+        _clip_by_unit(norm_type)
+    _clip_by_unit(2.0, OtherExperts)
+    _clip_by_unit(2.0, OtherExperts, bucket_bytes=0)
+    _clip_by_unit(2.0, FewRows)
+    _clip_by_unit(2.0, backward=accumulated)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _clip_by_unit(2.0, mp_policy=half)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    _clip_by_unit(2.0, lambda: Stack().to(torch.bfloat16), mp_policy=half, tolerance=1e-2)
+
+
+def _clipping_by_unit_with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _clip_by_unit(2.0, mesh=mesh)
+    _clip_by_unit(2.0, OtherExperts, mesh=mesh, bucket_bytes=0)
+
+
+def _clipping_by_unit_over_several_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    _clip_by_unit(2.0, lambda: parallelize_module(Stack(), mesh["tp"], plan), mesh=mesh["shard"])
+
+    def with_expert() -> Subject:
+        model = Stack()
+        fully_shard(model.blocks.pop(1), mesh=mesh["shard"])
+        return model
+
+    _clip_by_unit(2.0, with_expert)
+
+
+class PoisonedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor, poison: float) -> Tensor:
+        ctx.param, ctx.poison = param, poison
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        poisoned = torch.zeros_like(ctx.param)
+        poisoned[-1] = ctx.poison  # in the last rank's shard
+        return gradients[0], poisoned, None
+
+
+class Poisoned(Stack):
+    """The gradient of one parameter of one unit is what the test chooses."""
+
+    poison = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].poisoned = nn.Parameter(torch.ones(6, device=device()))
+        self.blocks[1].register_forward_hook(self.poisoned)
+
+    def poisoned(self, block: Any, args: Any, x: Tensor) -> Any:
+        return PoisonedGradient.apply(x, block.poisoned, self.poison)
+
+
+class DropUnit:
+    """Drops the gradients of one unit of a pair's second model if a rank poisons it."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+
+    def poison(self, poison: float) -> None:
+        """Let the last rank have this gradient of the unit in both models."""
+        self.poisons = not math.isfinite(poison)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for model in self.pair.models:
+                model.poison = poison
+
+    def __call__(self, number: int) -> None:
+        if number == 1 and self.poisons:
+            for param in self.pair.models[1].blocks[1].parameters():
+                param.grad = None
+
+
+def _units_with_nonfinite_gradients_are_skipped() -> None:
+    makers = (
+        adam,  # foreach
+        partial(AdamW, lr=0.01),  # fused
+        partial(SGD, lr=0.05, momentum=0.9),
+        partial(SGD, lr=0.05, momentum=0.9, dampening=0.1),
+    )
+    by_unit = {"max_norm": 1e6, "norm_type": math.inf, "clip_by": "unit"}  # clips nothing
+    for make, clipping in [*((make, {}) for make in makers), (adam, by_unit)]:
+        pair = Pair(Poisoned, make, {**clipping, "skip_nonfinite": True}, bucket_bytes=0)
+        drop = DropUnit(pair)
+        for poison in (0.5, math.nan, math.inf, 0.5):
+            drop.poison(poison)
+            before = copy.deepcopy(pair.models[0].blocks[1].state_dict())
+            pair.train(1, step=drop)
+            after = pair.models[0].blocks[1].state_dict()
+            is_skipped = all(
+                torch.equal(before[name].to_local(), after[name].to_local()) for name in before
+            )
+            assert is_skipped == (not math.isfinite(poison))
+            assert pair.optimizers[0].grad_norm.isfinite() == math.isfinite(poison)
+
+
+def _a_nonfinite_norm_clips_no_other_step() -> None:
+    clipping = {"max_norm": 1e-3, "norm_type": 2.0}
+    pair = Pair(Poisoned, clipping={**clipping, "skip_nonfinite": True}, bucket_bytes=0)
+    drop, clip = DropUnit(pair), ClipByLastNorm(pair, **clipping)
+
+    def step(number: int) -> None:
+        drop(number)
+        clip(number)
+
+    for poison in (0.5, math.nan, 0.5):
+        drop.poison(poison)
+        pair.train(1, step=step)
+    assert float(clip.last) > 1e-3, "nothing was clipped"
+
+
 def _checked_steps() -> None:
     Pair(check_every=1).train(3)
 
@@ -473,6 +642,11 @@ def _checked_steps() -> None:
         (_clipping_goes_on_after_a_checkpoint, 2),
         (_clipping_counts_what_step_steps, 2),
         (_clipping_after_a_failed_backward, 2),
+        (_clipping_by_unit, 2),
+        (_clipping_by_unit_with_replicas, 4),
+        (_clipping_by_unit_over_several_meshes, 4),
+        (_units_with_nonfinite_gradients_are_skipped, 2),
+        (_a_nonfinite_norm_clips_no_other_step, 2),
         pytest.param(_more_models, 2, marks=pytest.mark.exhaustive),
         pytest.param(_more_models, 3, marks=pytest.mark.exhaustive),
         pytest.param(_all_settings, 1, marks=pytest.mark.exhaustive),
@@ -595,12 +769,23 @@ def _bad_norms_are_refused() -> None:
         optimizer.attach(model, max_norm=1.0, last_norm=-1.0)
     with pytest.raises(ValueError, match="attach got last_norm without max_norm"):
         optimizer.attach(model, last_norm=1.0)
+    for last_norm in (math.inf, math.nan):
+        with pytest.raises(ValueError, match="a finite number"):
+            optimizer.attach(model, max_norm=1.0, last_norm=last_norm)
+    with pytest.raises(ValueError, match="Pass 'last_step' or 'unit'"):
+        optimizer.attach(model, max_norm=1.0, clip_by="all")
+    with pytest.raises(ValueError, match="attach got clip_by='unit' without max_norm"):
+        optimizer.attach(model, clip_by="unit")
+    with pytest.raises(ValueError, match="Leave out one of them"):
+        optimizer.attach(model, max_norm=1.0, last_norm=1.0, clip_by="unit")
     with pytest.raises(ValueError, match="attach got norm_type=0"):
         optimizer.attach(model, max_norm=1.0, norm_type=0)
     optimizer.attach(model.blocks[0], max_norm=1.0)
-    with pytest.raises(ValueError, match=r"attach got max_norm=2\.0 with norm_type=2\.0 and last"):
+    with pytest.raises(
+        ValueError, match=r"attach got \(max_norm=2\.0, norm_type=2\.0\), but anoth"
+    ):
         optimizer.attach(model.blocks[1], max_norm=2.0)
-    with pytest.raises(ValueError, match="attach got no max_norm and last_norm=None, but"):
+    with pytest.raises(ValueError, match=r"attach got \(\), but another .* \(max_norm=1\.0, norm"):
         optimizer.attach(model.blocks[1])
 
 
