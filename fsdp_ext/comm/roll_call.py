@@ -33,6 +33,14 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 _is_called: ContextVar[bool] = ContextVar("is_called", default=False)
 
 
+def call_roll(groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedelta) -> None:
+    """Wait until all ranks of ``groups`` have made the call: see :func:`called_by_all`."""
+    for group in groups:
+        store = store_of(group) if group.size() > 1 else None
+        if store is not None:
+            _RollCall(group, store, caller).wait(timeout)
+
+
 @contextlib.contextmanager
 def called_by_all(
     groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedelta
@@ -53,10 +61,7 @@ def called_by_all(
     if _is_called.get() or not groups:
         yield
         return
-    for group in groups:
-        store = store_of(group) if group.size() > 1 else None
-        if store is not None:
-            _RollCall(group, store, caller).wait(timeout)
+    call_roll(groups, caller, timeout)
     token = _is_called.set(True)
     try:
         yield
@@ -111,8 +116,8 @@ class _RollCall:
                 # All ranks of this roll call learn it, so the next one has another number.
                 _counts[self._group] = self._number + 1
                 self._fail(
-                    f"called {self._caller}, and rank {self._ranks[index]} called {caller}. Call "
-                    "them in the same order on all ranks."
+                    f"called {self._caller}, and rank {self._ranks[index]} called {caller}. Make "
+                    "the same calls with the same arguments on all ranks, in the same order."
                 )
         for rank, process in processes_of(self._group).items():
             ended = _C.ended_process(process)

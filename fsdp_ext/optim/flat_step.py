@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_ext import _C
-from fsdp_ext.optim.attached import units_to_attach
+from fsdp_ext.optim.attached import agree_to_attach, units_to_attach
 from fsdp_ext.optim.clip_in_backward import InBackward, Safeguards
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
 from fsdp_ext.optim.fused_steps import FusedSteps, asks_for_fused
@@ -144,6 +144,8 @@ class FlatStep(FusedSteps):
         that still have a gradient. After an error in backward, some units have stepped and others
         have not.
 
+        All ranks call this together, with the same arguments.
+
         Args:
             model: has units with parameters of this optimizer.
             max_norm: scales gradients down as ``clip_grad_norm_`` does.
@@ -160,7 +162,8 @@ class FlatStep(FusedSteps):
                 with NaN or Inf. On GPUs it needs PyTorch's fused code.
 
         Raises:
-            RuntimeError: if one of the units already has an attached optimizer.
+            RuntimeError: if one of the units already has an attached optimizer, or if another rank
+                passes other arguments or does not call this.
             TypeError: if ``model`` is no module, or if a norm is no number.
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
                 has a flat parameter, tensor extensions or hooks behind gradient accumulation. Also
@@ -172,6 +175,7 @@ class FlatStep(FusedSteps):
         if skip_nonfinite and any(unit.device.type == "cuda" for unit in units):
             self._check_skips_fused()
         clipping = self._clipping_as(asked)
+        agree_to_attach(units, f"attach({asked})")
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         updates = {}
         for unit, own in units.items():

@@ -90,8 +90,8 @@ def two_calls() -> None:
     with pytest.raises(RuntimeError) as caught:
         CALLS[mine](wrapped, optimizer)
     assert str(caught.value) == (
-        f"rank {rank} called {mine}, and rank {1 - rank} called {other}. Call them in the same "
-        "order on all ranks."
+        f"rank {rank} called {mine}, and rank {1 - rank} called {other}. Make the same calls with "
+        "the same arguments on all ranks, in the same order."
     )
     time.sleep(rank)  # rank 0 looks at what rank 1 does before that has called anything again
     CALLS["state_dict"](wrapped, optimizer)

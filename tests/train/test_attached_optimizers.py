@@ -789,6 +789,24 @@ def _bad_norms_are_refused() -> None:
         optimizer.attach(model.blocks[1])
 
 
+def _ranks_have_to_attach_alike() -> None:
+    pair = Pair()
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    optimizer.detach()
+    options: list[dict[str, Any]] = [{}, {"max_norm": 1.0}]
+    if dist.get_rank() == 1:
+        options.reverse()
+    for own in options:
+        with pytest.raises(RuntimeError, match=r"called attach\(\)") as raised:
+            optimizer.attach(model, **own)
+        raised.match(r"called attach\(max_norm=1\.0, norm_type=2\.0\) for ")
+    inner: Any = model.blocks[0] if dist.get_rank() == 1 else model
+    with pytest.raises(RuntimeError, match=r"called attach\(\) for \d+ units"):
+        optimizer.attach(inner)
+    optimizer.attach(model)
+    pair.train(1)
+
+
 def _an_attach_that_fails_attaches_nothing() -> None:
     pair = Pair()
     model, optimizer = pair.models[1], pair.optimizers[1]
@@ -825,6 +843,7 @@ def _a_gradient_scaler_is_refused() -> None:
         _backward_of_other_weights_is_refused,
         _a_gradient_scaler_is_refused,
         _bad_norms_are_refused,
+        _ranks_have_to_attach_alike,
         _an_attach_that_fails_attaches_nothing,
     ],
 )
