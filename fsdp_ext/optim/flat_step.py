@@ -141,8 +141,12 @@ class FlatStep(FusedSteps):
         Backward removes the gradients, so ``.grad`` is None afterwards, and on GPUs at most two
         buckets have gradients at a time. Each backward with gradient sync is a step, and belongs to
         one forward. Call ``step()`` after it as before: schedulers need it, and it steps parameters
-        that still have a gradient. After an error in backward, some units have stepped and others
-        have not.
+        that still have a gradient. Groups are read when a unit is stepped, so change a learning
+        rate only between ``step()`` and the next forward.
+
+        After an error in backward, each unit has either stepped once, or has its old parameters and
+        states and no gradient. On the host, the units of the last two buckets before the error have
+        not stepped. A unit that some ranks left out may have stepped on others alone.
 
         All ranks call this together, with the same arguments.
 

@@ -726,6 +726,47 @@ def _failing(**options: Any) -> tuple[list[Any], list[Any]]:
     return pair.models, pair.optimizers
 
 
+class Deep(Stack):
+    """Eight blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(type(self.blocks[0])() for _ in range(5))
+
+
+def _a_failed_backward_steps_units_once_or_not() -> None:
+    pair = Pair(Deep, bucket_bytes=0)
+    pair.train(1)
+    (model, other), (optimizer, _) = pair.models, pair.optimizers
+
+    def values(model: Any, optimizer: Any) -> list[list[Tensor]]:
+        """Return the parameters and states of each block, and of the root."""
+        return [
+            [
+                _local(value).clone()
+                for param in (each.sharded for each in unit.params)
+                for value in (param, *optimizer.state[param].values())
+            ]
+            for unit in units_below(model)
+        ]
+
+    before = values(model, optimizer)
+    handle = model.blocks[3].register_forward_hook(lambda module, args, out: Failing.apply(out))
+    loss = pair.loss(model)
+    with pytest.raises(ValueError, match="a fault of the test"):
+        loss.backward()
+    handle.remove()
+    after = values(model, optimizer)
+    pair.loss(other).backward()
+    pair.optimizers[1].step()
+    stepped = values(other, pair.optimizers[1])
+    modules = [unit.modules[0] for unit in units_below(model)]
+    for module, *of_unit in zip(modules, before, after, stepped, strict=True):
+        old, now, new = of_unit
+        has_stepped = module in [*model.blocks[6:]]
+        assert all(map(torch.equal, now, new if has_stepped else old)), module
+
+
 def _a_failed_backward_leaves_no_gradients() -> None:
     """Units whose gradients were reduced before the failure have stepped, or lose them."""
     model = Pair(bucket_bytes=0).models[0]
@@ -840,6 +881,7 @@ def _a_gradient_scaler_is_refused() -> None:
         _errors_say_what_is_wrong,
         _an_error_in_a_step_is_raised_by_backward,
         _a_failed_backward_leaves_no_gradients,
+        _a_failed_backward_steps_units_once_or_not,
         _backward_of_other_weights_is_refused,
         _a_gradient_scaler_is_refused,
         _bad_norms_are_refused,
