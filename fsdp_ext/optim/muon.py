@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,13 @@ class MuonStep(torch.optim.Muon):
                 self._matrices[number] = matrices
                 _step(group, matrices, params, grads, momenta)
         return loss
+
+    def attach(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise, because ranks exchange whole matrices in ``step()``."""
+        raise NotImplementedError(
+            "fsdp_ext.optim.Muon cannot be attached, because ranks exchange whole matrices in its "
+            "step(). Call step() after backward."
+        )
 
     def _place_as_params(self, params: list[Any], grads: list[Any], momenta: list[Any]) -> None:
         """Redistribute gradients and momenta whose placements differ from the parameter's."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.extended_models import Setup
 from support.launcher import run_ranks
 from support.models import FewRows, FrozenBesideTrainable, Stack, Subject, UnusedParameters
 from support.parity import device, moved
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import fully_shard
-from fsdp_ext.optim import SGD, AdamW, flat_step
+from fsdp_ext.optim import SGD, AdamW, Muon, flat_step
+from fsdp_ext.sharding.api import entry
 from fsdp_ext.sharding.root import setting_changes
 from fsdp_ext.sharding.root.module_state import units_below
 
@@ -613,6 +615,21 @@ def _a_nonfinite_norm_clips_no_other_step() -> None:
     assert float(clip.last) > 1e-3, "nothing was clipped"
 
 
+def _gradient_penalties() -> None:
+    def of_inputs(pair: Any, model: Any) -> None:
+        inputs: list[Tensor] = []
+        handle = model.register_forward_pre_hook(
+            lambda module, args: inputs.append(args[0].requires_grad_())
+        )
+        loss = pair.loss(model)
+        handle.remove()
+        (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + grad.square().sum()).backward()
+
+    Pair().train(backward=of_inputs)
+    Pair().train(backward=lambda pair, model: pair.loss(model).backward(create_graph=True))
+
+
 def _checked_steps() -> None:
     Pair(check_every=1).train(3)
 
@@ -635,6 +652,7 @@ def _checked_steps() -> None:
         (_gradients_of_others_are_stepped_by_step, 2),
         (_optimizers_may_be_detached, 2),
         (_early_reductions_without_gradients, 2),
+        (_gradient_penalties, 2),
         (_checked_steps, 2),
         (_clipping, 2),
         (_clipping_with_replicas, 4),
@@ -682,6 +700,18 @@ def _errors_say_what_is_wrong() -> None:
     flat = fsdp_ext.FullyShardedDataParallel(Stack(), use_orig_params=False)
     with pytest.raises(ValueError, match="has a flat parameter"):
         adam(flat.parameters()).attach(flat)
+    extended = Setup().model(fully_shard)
+    with pytest.raises(ValueError, match="has tensor extensions"):
+        adam(param for param in extended.parameters() if param.requires_grad).attach(extended)
+    offloaded = Stack()
+    with pytest.MonkeyPatch.context() as patched:  # treats the CPU as a GPU
+        patched.setitem(vars(entry), "resolve_offload", lambda policy, device: True)
+        fully_shard(offloaded, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match="has its shards on the host"):
+        adam(offloaded.parameters()).attach(offloaded)
+    muon = Muon([param for param in model.parameters() if param.ndim == 2])
+    with pytest.raises(NotImplementedError, match=r"Muon cannot be attached.* Call step\(\) after"):
+        muon.attach(model)
 
 
 def _an_error_in_a_step_is_raised_by_backward() -> None:

@@ -227,7 +227,9 @@ class Life:
         if self.is_attached or self.library is torch.optim:
             self.detach()
         else:
-            self.sharded.optimizer.attach(self.sharded.model)
+            skips = rng.random() < 0.5  # nothing is skipped: all gradients are finite
+            self.log[-1] += f" {skips=}"
+            self.sharded.optimizer.attach(self.sharded.model, skip_nonfinite=skips)
             self.is_attached = True
 
     def detach(self) -> None:
