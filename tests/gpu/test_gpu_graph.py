@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from support.launcher import run_ranks
 from support.models import Transformer
 from torch import Tensor
 
-from fsdp_ext import MixedPrecisionPolicy, fully_shard
-from fsdp_ext.optim import SGD
+from fsdp_ext import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp_ext.optim import SGD, AdamW
 
 WARMUP = 3
 STEPS = 5
@@ -19,19 +20,28 @@ MESSAGE_BYTES = 1024  # of units that are cut into messages
 
 
 class _Training:
-    def __init__(self, precision: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self,
+        precision: dict[str, Any],
+        make: Callable[..., Any] = torch.optim.AdamW,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model: Any = Transformer().cuda()
         policy = MixedPrecisionPolicy(**precision)
         for unit in self.model.units():
             fully_shard(unit, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, capturable=True)
+        self.optimizer = make(self.model.parameters(), lr=0.01, capturable=True)
+        self.max_norm = max_norm
         (tokens,), _ = self.model.batch(torch.Generator().manual_seed(0))
         self.tokens = tokens.cuda()
 
     def step(self) -> Tensor:
         loss = self.forward_and_backward()
+        if self.max_norm is not None:
+            clip_grad_norm_(self.model, self.max_norm)
         self.optimizer.step()
         return loss
 
@@ -61,10 +71,11 @@ def _captured_steps() -> None:
 
 
 def _captured_step(precision: dict[str, Any], **options: Any) -> None:
-    eager = _Training(precision)
+    own = {name: options.pop(name) for name in ("make", "max_norm") if name in options}
+    eager = _Training(precision, **own)
     expected = [eager.step().item() for _ in range(WARMUP + STEPS)][WARMUP:]
 
-    training = _Training(precision, **options)
+    training = _Training(precision, **own, **options)
     training.warm_up()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -84,6 +95,16 @@ def _captured_step(precision: dict[str, Any], **options: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_captured_step_trains_as_an_eager_one(world_size: int) -> None:
     run_ranks(_captured_steps, world_size, timeout=100.0, device="cuda")
+
+
+def _captured_steps_over_flat_memory() -> None:
+    _captured_step({}, make=AdamW, max_norm=0.1)
+    _captured_step({"param_dtype": torch.bfloat16}, make=AdamW, max_norm=0.1)
+
+
+@pytest.mark.timeout(120)
+def test_a_captured_step_may_clip_and_step_flat_memory() -> None:
+    run_ranks(_captured_steps_over_flat_memory, 1, timeout=100.0, device="cuda")
 
 
 def _replays_right_after_steps() -> None:

@@ -58,6 +58,8 @@ WORKS = {
         Work("attached, accumulation", attached._accumulation),
         Work("attached, two backwards", attached._two_backwards),
         Work("attached, clipping", attached._clipping),
+        Work("attached, by unit", attached._clipping_by_unit),
+        Work("attached, skipping", attached._units_with_nonfinite_gradients_are_skipped),
         Work("attached, parts", attached._other_parameters_keep_their_gradients),
         Work("Muon", muon._matrices_on_one_dimension),
     ],
