@@ -212,6 +212,7 @@ def _all_settings() -> None:
 
 def _transports() -> None:
     Pair(transport="process_group").train()
+    _clip_by_unit(2.0, OtherExperts, transport="process_group")
 
 
 def _accumulation() -> None:
@@ -466,12 +467,13 @@ class ClipByUnit:
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scales: list[float] = []
+        self.units = units_below(pair.models[1])  # those that are clipped
 
     def __call__(self, number: int) -> None:
         if number == 0:
             return
         norms = []
-        for unit in units_below(self.pair.models[1]):
+        for unit in self.units:
             grads: list[Any] = [param.sharded.grad for param in unit.params]
             grads = [grad for grad in grads if grad is not None]
             if grads:
@@ -503,7 +505,8 @@ def _clipping_by_unit() -> None:
     for norm_type in (math.inf, 2.0, 1.0):
         _clip_by_unit(norm_type)
     _clip_by_unit(2.0, OtherExperts)
-    _clip_by_unit(2.0, OtherExperts, bucket_bytes=0)
+    _clip_by_unit(2.0, OtherExperts, bucket_bytes=0, max_message_bytes=200)
+    _clip_by_unit(2.0, OtherExperts, bucket_bytes=10**6)
     _clip_by_unit(2.0, FewRows)
     _clip_by_unit(2.0, backward=accumulated)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -529,6 +532,26 @@ def _clipping_by_unit_over_several_meshes() -> None:
         return model
 
     _clip_by_unit(2.0, with_expert)
+
+
+def _clipping_by_unit_may_end_and_begin() -> None:
+    clipping = {"max_norm": 0.2, "norm_type": 2.0}
+    asked = {**clipping, "clip_by": "unit", "skip_nonfinite": True}
+    pair = Pair(make=sgd, clipping=asked, tolerance=1e-5)
+    clip = ClipByUnit(pair, **clipping)
+    pair.train(2, step=clip)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    for optimizer, state in zip(pair.optimizers, reversed(states), strict=True):
+        optimizer.load_state_dict(state)
+    pair.train(1, step=clip)
+    pair.optimizers[0].detach()
+    pair.train(1, left=lambda param: True)
+    for block in pair.models[0].blocks[:2]:  # step() does not clip the others
+        pair.optimizers[0].attach(block, **asked)
+    stepped = {param for block in pair.models[0].blocks[:2] for param in block.parameters()}
+    clip.units = [unit for block in pair.models[1].blocks[:2] for unit in units_below(block)]
+    pair.train(2, step=clip, left=lambda param: param not in stepped)
+    assert min(clip.scales) < 0.9, "nothing was clipped"
 
 
 class PoisonedGradient(torch.autograd.Function):
@@ -661,6 +684,7 @@ def _checked_steps() -> None:
         (_clipping_by_unit, 2),
         (_clipping_by_unit_with_replicas, 4),
         (_clipping_by_unit_over_several_meshes, 4),
+        (_clipping_by_unit_may_end_and_begin, 2),
         (_units_with_nonfinite_gradients_are_skipped, 2),
         (_a_nonfinite_norm_clips_no_other_step, 2),
         pytest.param(_more_models, 2, marks=pytest.mark.exhaustive),
