@@ -119,6 +119,11 @@ def calls_of(module: str) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_called_by_checkpointing() -> bool:
+    """Return whether torch.distributed.checkpoint.state_dict has called the caller directly."""
+    return sys._getframe(2).f_globals.get("__name__") == _CHECKPOINTING
+
+
 def refuse_optimizers_of_flat_parameters() -> None:
     """Raise NotImplementedError in a function of torch.distributed.checkpoint for optimizers.
 

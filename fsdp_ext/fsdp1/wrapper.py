@@ -53,7 +53,11 @@ from fsdp_ext.fsdp1.setup import (
     wrap_children,
     wrap_under_all_names,
 )
-from fsdp_ext.fsdp1.state_dict_forms import DEFAULT, refuse_optimizers_of_flat_parameters
+from fsdp_ext.fsdp1.state_dict_forms import (
+    DEFAULT,
+    is_called_by_checkpointing,
+    refuse_optimizers_of_flat_parameters,
+)
 from fsdp_ext.fsdp1.state_dict_hooks import (
     add_wrapper_names,
     clean_incompatible_keys,
@@ -75,6 +79,7 @@ from fsdp_ext.sharding.api.arguments import (
 )
 from fsdp_ext.sharding.api.entry import install, make_units
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
+from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.ownership import carry_attributes, hand_over, is_sharded
 from fsdp_ext.sharding.params.ranks import Ranks
@@ -88,6 +93,7 @@ from fsdp_ext.sharding.root.module_state import (
 )
 from fsdp_ext.sharding.root.optimizer_hooks import let_optimizers_go_on
 from fsdp_ext.sharding.torch_compat.conversions import convert_shards, reshard_and_forget
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):
@@ -353,6 +359,14 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             if child is not None:
                 inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
                 yield from child.named_modules(memo, inside, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapped module with its name."""
+        with contextlib.ExitStack() as shown:
+            if is_called_by_checkpointing():  # it lists the parameters of each child that it gets
+                settle(self._fsdp_ext_unit)
+                shown.enter_context(own_parameters_shown(self._fsdp_ext_unit))
+            yield from super().named_children()
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch.distributed.checkpoint drops the values of this dict from its names.

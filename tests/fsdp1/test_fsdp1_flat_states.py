@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import models
 from support.fsdp1_flat import WRAPPERS, adamw, flat_of, sgd, torchs, train
-from support.fsdp1_parity import BY_BLOCK, assert_equal, make
+from support.fsdp1_parity import BY_BLOCK, assert_equal, make, run
 from support.launcher import run_ranks
 from support.matrix import exhaustive
 from support.models import Stack
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
@@ -348,6 +354,28 @@ def distributed_checkpoint() -> None:
 
 def test_distributed_checkpoint_refuses_optimizers_of_flat_parameters() -> None:
     run_ranks(distributed_checkpoint, 2)
+
+
+def full_state_dicts_of_distributed_checkpoint() -> None:
+    full = {name: value + 1 for name, value in wrapped_anew().state_dict().items()}
+    on_rank_0 = full if dist.get_rank() == 0 else {}
+    for given, options in (
+        (full, StateDictOptions(full_state_dict=True)),
+        (on_rank_0, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
+        (
+            on_rank_0,
+            StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
+        ),
+    ):
+        loaded = wrapped_anew()
+        run(loaded, loaded.module, 0)  # forward leaves the root unsharded
+        set_model_state_dict(loaded, dict(given), options=options)
+        assert len(flat_of(loaded)) == len(list(loaded.parameters()))
+        assert_equal(loaded.state_dict(), full)
+
+
+def test_distributed_checkpoint_loads_full_state_dicts() -> None:
+    run_ranks(full_state_dicts_of_distributed_checkpoint, 2)
 
 
 def without_groups() -> None:
