@@ -147,7 +147,8 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
                     states[key] = saved["state"][name]
         loadable = {**state, "state": states, "param_groups": groups}
         if _is_flat(optimizer):
-            loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loadable)
+            cls = FullyShardedDataParallel
+            loadable = cls.flatten_sharded_optim_state_dict(loadable, model, optimizer)
         optimizer.load_state_dict(loadable)
 
 

@@ -96,7 +96,14 @@ def fsdp1(use_orig_params: bool = True) -> Made:
     ignored = [model.empty, *model.frozen.parameters()]
     options: Any = {"use_orig_params": use_orig_params, "ignored_states": ignored}
     model.body = FullyShardedDataParallel(model.body, **options)
-    return adamw(FullyShardedDataParallel(model, **options))
+    wrapped = FullyShardedDataParallel(model, **options)
+    FullyShardedDataParallel.set_state_dict_type(  # has no effect on checkpoints
+        wrapped,
+        torch_fsdp.StateDictType.FULL_STATE_DICT,
+        torch_fsdp.FullStateDictConfig(rank0_only=True),
+        torch_fsdp.FullOptimStateDictConfig(rank0_only=True),
+    )
+    return adamw(wrapped)
 
 
 def fsdp1_flat() -> Made:
