@@ -374,12 +374,18 @@ class StateDictMethods:
         state = with_keys(state, lambda key: names[key] if isinstance(key, int) else key)
         state = cls._flat_parameters(names, params, model).split(state)
         unit = cls._unit_of(model)
+        is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
+        keeps = is_first or not form.rank0_only
+
+        def convert(value: Any) -> Any:
+            converted = form.convert(value)
+            return converted if keeps else None  # memory for one value is enough then
+
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
                 state = as_rank_0_has_it(state, unit)
-            state = with_values(state, form.convert)
-        is_first = unit.ranks.rank_in_mesh == 0  # also with hybrid sharding, as in FSDP1
-        return state if is_first or not form.rank0_only else {}
+            state = with_values(state, convert)
+        return state if keeps else {}
 
     @classmethod
     def _to_load(
