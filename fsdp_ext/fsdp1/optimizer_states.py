@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import State
@@ -40,12 +42,15 @@ def saved_group(state: State, names: list[str]) -> dict[str, Any]:
     )
 
 
-def shard_values(states: State, params: Mapping[str, nn.Parameter]) -> State:
+def shard_values(
+    states: State, params: Mapping[str, nn.Parameter], take: Callable[[Any], Any]
+) -> State:
     """Return copies of this rank's values in saved states of ``params``.
 
     Args:
         states: the values by the names of parameters, whole or sharded.
         params: the optimizer's parameters.
+        take: is called with each value before it is sharded, and returns the value to use.
     """
     unknown = sorted(set(states) - set(params))
     if unknown:
@@ -55,7 +60,8 @@ def shard_values(states: State, params: Mapping[str, nn.Parameter]) -> State:
         )
     return {
         name: {
-            key: _shard_value(f"{name}.{key}", value, params[name]) for key, value in values.items()
+            key: _shard_value(f"{name}.{key}", take(value), params[name])
+            for key, value in values.items()
         }
         for name, values in states.items()
     }
@@ -138,30 +144,59 @@ def as_rank_0_has_it(state: State, unit: Unit) -> State:
 
 
 def from_rank_0(state: State, unit: Unit) -> State:
-    """Return the state of rank 0 of the unit's mesh."""
+    """Return the state of rank 0 of the unit's mesh, whose values :func:`received` takes.
+
+    Raises:
+        ValueError: if rank 0 has shards. All ranks raise it.
+    """
     ranks = unit.ranks
-    tensors: list[torch.Tensor] = []
-
-    def to_blank(value: Any) -> Any:
-        return _Blank(value.shape, value.dtype) if _is_sent_apart(value) else value
-
-    def to_tensor(value: Any) -> Any:
-        if isinstance(value, _Blank):
-            value = torch.empty(value.shape, dtype=value.dtype, device=unit.device)
-        elif _is_sent_apart(value):
-            value = value.to(unit.device)
-        else:
-            return value
-        tensors.append(value)
-        return value
-
     has_it = ranks.rank_in_mesh == 0
-    sent: list[Any] = [with_values(state, to_blank) if has_it else None]
+    sent: list[Any] = [_to_send(state) if has_it else None]
     for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-    received = with_values(state if has_it else sent[0], to_tensor)
-    broadcast(tensors, ranks.mesh)
-    return received
+    if isinstance(sent[0], ValueError):
+        raise sent[0]
+    return _with_options(state if has_it else sent[0], lambda value: received(value, unit))
+
+
+def received(value: Any, unit: Unit) -> Any:
+    """Return a value of :func:`from_rank_0`'s state, for which rank 0 sends tensors.
+
+    All ranks call this for the same values in order. A rank that shards each one before it takes
+    the next needs memory for one.
+    """
+    if isinstance(value, _Blank):
+        value = torch.empty(value.shape, dtype=value.dtype, device=unit.device)
+    elif _is_sent_apart(value):
+        value = value.to(unit.device)
+    else:
+        return value
+    broadcast([value], unit.ranks.mesh)
+    return value
+
+
+def _to_send(state: State) -> State | ValueError:
+    """Return a state with blanks in place of tensors, or an error if they are shards."""
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, (DTensor, ShardedTensor)):
+                return ValueError(
+                    f"rank 0's whole state was to be loaded, and its '{key}' of '{name}' is a "
+                    f"{type(value).__name__}, a shard. Set StateDictType.SHARDED_STATE_DICT, or "
+                    "call flatten_sharded_optim_state_dict."
+                )
+    return _with_options(with_values(state, _to_blank), _to_blank)
+
+
+def _with_options(state: State, convert: Callable[[Any], Any]) -> State:
+    """Return an optimizer's state with other options in its groups."""
+    if "param_groups" not in state:
+        return state
+    return {**state, "param_groups": tree_map(convert, state["param_groups"])}
+
+
+def _to_blank(value: Any) -> Any:
+    return _Blank(value.shape, value.dtype) if _is_sent_apart(value) else value
 
 
 def _is_sent_apart(value: Any) -> bool:

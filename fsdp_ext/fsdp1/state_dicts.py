@@ -6,6 +6,7 @@ An optimizer's state has the names and the shapes of the parameters that it belo
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -27,6 +28,7 @@ from fsdp_ext.fsdp1.optimizer_states import (
     as_rank_0_has_it,
     check_state,
     from_rank_0,
+    received,
     saved_group,
     shard_values,
     with_keys,
@@ -411,12 +413,14 @@ class StateDictMethods:
         params = list(chain.from_iterable(groups))
         names = cls._names_of(params, model)
         flats = cls._flat_parameters(names, params, model)
+        take: Callable[[Any], Any] = _unchanged
         if only_rank_0_has_it:
             unit = cls._unit_of(model)
             with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
                 state = from_rank_0(state, unit)
+            take = functools.partial(received, unit=unit)
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-        states = flats.join(shard_values(state["state"], flats.own_parameters()))
+        states = flats.join(shard_values(state["state"], flats.own_parameters(), take))
         loadable = {**state, "state": {keys[name]: values for name, values in states.items()}}
         if "param_groups" not in state:
             return loadable
@@ -483,6 +487,10 @@ class StateDictMethods:
             )
         unit: Unit = wrappers[0]._fsdp_ext_unit
         return unit
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _groups_of(optim: Optimizer) -> list[list[nn.Parameter]]:

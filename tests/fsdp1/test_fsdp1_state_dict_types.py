@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.launcher import run_ranks
 from support.models import DIM, Stack
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,6 +29,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+
+from fsdp_ext.fsdp1 import optimizer_states, state_dict_forms
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ON_RANK_0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -191,6 +195,57 @@ def _resume() -> None:
 
 def test_training_resumes_from_every_kind_of_state() -> None:
     run_ranks(_resume, 2)
+
+
+def _one_at_a_time() -> None:
+    wholes: list[weakref.ref[Tensor]] = []
+    whole_copy, broadcast = state_dict_forms.whole_copy, optimizer_states.broadcast
+
+    def expect_one(value: Tensor) -> None:
+        if dist.get_rank() > 0:
+            assert not any(whole() is not None for whole in wholes)
+        wholes.append(weakref.ref(value))
+
+    def copy(sharded: DTensor) -> Tensor:
+        value = whole_copy(sharded)
+        expect_one(value)
+        return value
+
+    def send(values: list[Tensor], mesh: DeviceMesh) -> None:
+        (value,) = values
+        expect_one(value)
+        broadcast(values, mesh)
+
+    model, optimizer = make_ours()
+    train(model, optimizer, 0)
+    FSDP.set_state_dict_type(model, FULL, ON_RANK_0, OPTIM_ON_RANK_0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_dict_forms, "whole_copy", copy)
+        patch.setattr(optimizer_states, "broadcast", send)
+        saved = FSDP.optim_state_dict(model, optimizer)
+        gathered = len(wholes)
+        FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    count = sum(value.ndim > 0 for value in flat(optimizer.state_dict()).values())
+    assert gathered == len(wholes) - gathered == count > 0
+
+
+def test_other_ranks_than_0_need_memory_for_one_whole_state() -> None:
+    run_ranks(_one_at_a_time, 2)
+
+
+def _shards_as_whole() -> None:
+    model, optimizer = make_ours()
+    train(model, optimizer, 0)
+    saved = FSDP.sharded_optim_state_dict(model, optimizer)
+    with (
+        FSDP.state_dict_type(model, FULL, ON_RANK_0, OPTIM_ON_RANK_0),
+        pytest.raises(ValueError, match=r"its 'exp_avg' of '.*' is a DTensor, a shard\. Set"),
+    ):
+        FSDP.optim_state_dict_to_load(model, optimizer, saved)
+
+
+def test_shards_are_refused_where_rank_0s_whole_state_is_loaded() -> None:
+    run_ranks(_shards_as_whole, 2)
 
 
 def _other_keys() -> None:
