@@ -200,4 +200,5 @@ def _to_blank(value: Any) -> Any:
 
 
 def _is_sent_apart(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+    """Return whether a value is broadcast. Pickling is slow, and keeps the device of rank 0."""
+    return isinstance(value, torch.Tensor) and (value.ndim > 0 or value.device.type != "cpu")

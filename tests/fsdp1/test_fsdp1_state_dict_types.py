@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp_ext.fsdp1 import optimizer_states, state_dict_forms
 
@@ -246,6 +247,13 @@ def _shards_as_whole() -> None:
 
 def test_shards_are_refused_where_rank_0s_whole_state_is_loaded() -> None:
     run_ranks(_shards_as_whole, 2)
+
+
+def test_no_tensor_of_a_device_is_pickled() -> None:
+    scalar = torch.zeros((), device="meta")  # stands for a GPU
+    group = {"params": ["a"], "lr": scalar, "betas": (scalar, scalar)}
+    sent = optimizer_states._to_send({"state": {"a": {"step": scalar}}, "param_groups": [group]})
+    assert not any(isinstance(value, Tensor) for value in tree_leaves(sent))
 
 
 def _other_keys() -> None:
