@@ -31,9 +31,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -140,6 +138,10 @@ def test_modules_on_meta_are_initialised() -> None:
     run_ranks(on_meta, 2)
 
 
+def group_of_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    return {"process_group": dist.group.WORLD} if isinstance(module, Mlp) else False
+
+
 def group_arguments() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for kwargs in (
@@ -147,8 +149,10 @@ def group_arguments() -> None:
         {"device_mesh": mesh},
         {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(True)},
         {"process_group": dist.group.WORLD, "device_id": CPU},
+        {"auto_wrap_policy": CustomPolicy(group_of_blocks)},
     ):
-        wrapped = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, **kwargs)
+        wrapped = FSDP(make(Stack), **{"auto_wrap_policy": BY_BLOCK} | kwargs)
+        assert isinstance(wrapped.blocks[0], FSDP)
         assert dist.get_process_group_ranks(wrapped.process_group) == [0, 1]
         assert all(p.placements == (Shard(0),) for p in wrapped.parameters())
         run(wrapped, wrapped, 0).backward()
