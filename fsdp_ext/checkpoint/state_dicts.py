@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
-from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of
+from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of, refuse_summoned
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
 # - A model
@@ -29,6 +29,7 @@ from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """Return what a model's state dict has, by name without the prefixes of wrappers."""
+    refuse_summoned(model)
     # For a model without wrappers both return the same, and state_dict() is several times faster.
     return get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.names import WRAPPED
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.optim.state_entries import local_of
@@ -83,8 +84,8 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
         model: the model.
         caller: the public function, for messages.
     """
-    units = units_below(model)
-    for unit in units:
+    refuse_summoned(model)
+    for unit in units_below(model):
         if unit.phase() != "idle":
             raise RuntimeError(
                 f"{caller} was called while {unit.phase()} runs. Call it between steps."
@@ -101,6 +102,16 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
     for weight in (weight for group in groups for weight in group):
         _check(weight, caller)
     return groups
+
+
+def refuse_summoned(model: nn.Module) -> None:
+    """Raise MisuseError in ``summon_full_params``, where ranks may have different parameters."""
+    for unit in units_below(model):
+        if unit.is_summoned:
+            raise MisuseError(
+                f"unit '{unit.name}' has whole parameters inside summon_full_params. Leave that "
+                "context before you save, load, export or stream the model."
+            )
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:

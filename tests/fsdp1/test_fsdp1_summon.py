@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
+
+from fsdp_ext import checkpoint
+from fsdp_ext._util.errors import MisuseError
 
 
 def both(subject: Any = Stack, **options: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -294,6 +299,36 @@ def _on_rank_0() -> None:
 
 def test_rank_0_alone_saves_what_it_alone_has() -> None:
     run_ranks(_on_rank_0, 2)
+
+
+def _save_in_background(*args: Any) -> None:
+    checkpoint.async_save(*args).result()
+
+
+def _stream(model: nn.Module) -> None:
+    dict(checkpoint.stream_weights(model))
+
+
+def _checkpoints(directory: Path) -> None:
+    for flat, rank0_only in ((False, False), (True, True)):
+        model = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK, use_orig_params=not flat)
+        optimizer = torch.optim.SGD(model.parameters())
+        checkpoint.save(directory, model, optimizer)
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=rank0_only):
+            for call in (
+                partial(checkpoint.save, directory, model, optimizer),
+                partial(_save_in_background, directory, model, optimizer),
+                partial(checkpoint.load, directory, model, optimizer),
+                partial(checkpoint.export, model, directory),
+                partial(_stream, model),
+            ):
+                with pytest.raises(MisuseError, match=r"inside summon_full_params\. Leave"):
+                    call()
+        checkpoint.load(directory, model, optimizer)
+
+
+def test_checkpoints_are_refused_inside(tmp_path: Path) -> None:
+    run_ranks(_checkpoints, 2, tmp_path)
 
 
 def test_state_dicts_are_saved_and_loaded_inside() -> None:
