@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
+from fsdp_ext.checkpoint.state_dicts import flat_tensors
 from fsdp_ext.optim.flat_step import register_update_pre_hook
 from fsdp_ext.sharding.params.checked_optimizers import steps_shards
 from fsdp_ext.sharding.root.optimizer_hooks import is_captured
@@ -205,11 +206,10 @@ class Staged:
         for kind, content in contents.items():
             names = content.stepped if defers else ()
             self._deferred[kind], others[kind] = content.split(names)
-        self._versions = [
-            (name, tensor, tensor._version)
-            for content in self._deferred.values()
-            for name, tensor in content.tensors.items()
-        ]
+        watched = [pair for content in self._deferred.values() for pair in content.tensors.items()]
+        if defers:
+            watched += [pair for each in optimizers for pair in flat_tensors(each)]
+        self._versions = [(name, tensor, tensor._version) for name, tensor in watched]
         self._changed: list[str] | None = None  # tensors that something else wrote to
         self._lock = threading.Lock()
         self._issued = threading.Event()  # set when the deferred copies are in the stream

@@ -22,16 +22,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
 from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of, refuse_summoned
+from fsdp_ext.fsdp1.state_dict_forms import shared_memory
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
 # - A model
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a model's state dict has, by name without the prefixes of wrappers."""
+    """Return what a model's state dict has, by name without the prefixes of wrappers.
+
+    Tensors share memory with the model's.
+    """
     refuse_summoned(model)
     # For a model without wrappers both return the same, and state_dict() is several times faster.
-    return get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
+    with shared_memory():
+        return get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
 
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
@@ -186,16 +191,24 @@ def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, lis
             "checkpoints got an optimizer of flat parameters of PyTorch's FSDP1. Wrap the model "
             "with use_orig_params=True, or use torch.distributed.checkpoint."
         )
-    state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
+    with shared_memory():
+        state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
     return state, [list(group["params"]) for group in state["param_groups"]]
 
 
+def flat_tensors(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield flat parameters and their states, of which checkpoints have parts, with a name."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatParameter):
+                yield "_flat_param", param
+                for key, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"_flat_param.{key}", value
+
+
 def _is_flat(optimizer: Optimizer) -> bool:
-    return any(
-        isinstance(param, FlatParameter)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
+    return any(True for _ in flat_tensors(optimizer))
 
 
 def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

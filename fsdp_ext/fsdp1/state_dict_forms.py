@@ -6,8 +6,10 @@ on one. A sharded one has the DTensors of the parameters, and a local one flat p
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -40,6 +42,7 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
+_shares_memory: ContextVar[bool] = ContextVar("shares_memory", default=False)
 _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
 
 
@@ -48,7 +51,7 @@ class Form:
     """How the tensors of a state dict are returned: whole or sharded, on which device and ranks.
 
     They are copies, so that training goes on while they are written. Only the local form of models
-    shares memory with them, as FSDP1's does.
+    shares memory with them, as FSDP1's does, and the sharded form in :func:`shared_memory`.
     """
 
     is_full: bool
@@ -81,7 +84,7 @@ class Form:
         moves = self.offload_to_cpu and value.device.type != "cpu"
         if self.is_full and isinstance(value, DTensor):
             value = whole_copy(value)
-        elif not moves and not self.is_local:
+        elif not moves and not self.is_local and not _shares_memory.get():
             value = value.clone()
         return value.cpu() if moves else value
 
@@ -97,6 +100,16 @@ class Form:
                 state_dict[name] = value
             else:
                 del state_dict[name]
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[None]:
+    """Let sharded state dicts of the block share memory with the model and its optimizers."""
+    token = _shares_memory.set(True)
+    try:
+        yield
+    finally:
+        _shares_memory.reset(token)
 
 
 def is_rank_0(ranks: Ranks) -> bool:

@@ -151,7 +151,7 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
     assert ended.stderr == (expected if fails else "")
 
 
-def _step_while_copies_wait(place: Path, attached: bool) -> None:
+def _step_while_copies_wait(place: Path, kind: str) -> None:
     copied = Snapshot.copied
     go_on = threading.Event()
     order: list[str] = []
@@ -164,8 +164,11 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
         return copy
 
     Snapshot.copied = copied_late
-    model = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    optimizer = optim.AdamW(model.parameters(), lr=1.0)
+    wrap = fsdp_ext.FullyShardedDataParallel if kind == "flat" else fsdp_ext.fully_shard
+    model: Any = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    of_optimizer: Any = torch.optim if kind == "flat" else optim
+    optimizer = of_optimizer.AdamW(model.parameters(), lr=1.0)
+    attached = kind == "attached"
     if attached:
         optimizer.attach(model)
     model(torch.randn(4, 2)).sum().backward()
@@ -184,18 +187,23 @@ def _step_while_copies_wait(place: Path, attached: bool) -> None:
     for value, expected in zip(model.state_dict().values(), state, strict=True):
         assert torch.equal(whole(value), expected)
 
-    go_on.clear()
-    saving = checkpoint.async_save(place, model, optimizer)
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    go_on.set()
-    with pytest.raises(RuntimeError, match=r"'0\.weight' was written to while async_save copied"):
+    name, param = next(iter(model.named_parameters()))
+    written_to = {name: param}
+    if kind == "flat":
+        written_to["_flat_param.exp_avg"] = optimizer.state[param]["exp_avg"]
+    for its_name, written in written_to.items():
+        go_on.clear()
+        saving = checkpoint.async_save(place, model, optimizer)
+        with torch.no_grad():
+            written.add_(1)
+        go_on.set()
+        with pytest.raises(RuntimeError, match=f"'{its_name}' was written to while async_save"):
+            saving.result()
+        saving = checkpoint.async_save(place, model, optimizer)
+        saving.wait_for_copies()
+        with torch.no_grad():
+            written.add_(1)
         saving.result()
-    saving = checkpoint.async_save(place, model, optimizer)
-    saving.wait_for_copies()
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    saving.result()
 
 
 def _forward_waits_before_it_moves_shards(place: Path) -> None:
@@ -272,9 +280,9 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_step_waits_for_the_copies_of_what_it_changes(tmp_path: Path, attached: bool) -> None:
-    run_ranks(_step_while_copies_wait, 1, tmp_path, attached, fresh=True)
+@pytest.mark.parametrize("kind", ["plain", "attached", "flat"])
+def test_a_step_waits_for_the_copies_of_what_it_changes(tmp_path: Path, kind: str) -> None:
+    run_ranks(_step_while_copies_wait, 1, tmp_path, kind, fresh=True)
 
 
 def _train_beside_saves(place: Path, attached: bool) -> None:

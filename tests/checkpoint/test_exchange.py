@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 import fsdp_ext
 from fsdp_ext import FullyShardedDataParallel, checkpoint, optim
+from fsdp_ext.checkpoint import snapshot
+from fsdp_ext.optim.state_entries import local_of
 
 
 class Net(nn.Module):
@@ -189,6 +191,20 @@ def exchange(place: Path, pairs: list[tuple[str, str]], ranks: int) -> None:
     """Save with two ranks, and load on some: pairs of who saves and who loads."""
     states = run_ranks(_save_all, 2, place, list(SAVERS))[0]
     run_ranks(_load_all, ranks, place, pairs, states)
+
+
+def _collects_without_copies() -> None:
+    for make in SAVERS.values():
+        model, optimizer = trained(make, 0)
+        both = [snapshot.collect(model, [optimizer], None) for _ in range(2)]
+        for kind, content in both[0].items():
+            for name, tensor in content.tensors.items():
+                again = both[1][kind].tensors[name]
+                assert local_of(tensor).data_ptr() == local_of(again).data_ptr(), (make, name)
+
+
+def test_a_save_needs_no_copies_of_what_it_writes() -> None:
+    run_ranks(_collects_without_copies, 2)
 
 
 def test_each_kind_of_model_loads_what_another_kind_saved(tmp_path: Path) -> None:
