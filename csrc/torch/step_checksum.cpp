@@ -81,6 +81,15 @@ at::Tensor hash_of(const std::vector<at::Tensor>& tensors) {
   return hash;
 }
 
+at::Tensor differs(const at::Tensor& gathered, const at::Tensor& shard) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor cast = shard.to(gathered.device(), gathered.scalar_type());
+  if (shard.scalar_type() == gathered.scalar_type()) {
+    return hash_of(gathered).ne(hash_of(cast));
+  }
+  return gathered.ne(cast).logical_and_(cast.eq(cast)).any();
+}
+
 void StepChecks::compare(const std::vector<StepChecksum::Numbers>& units) const {
   with_python([&] {
     const pybind11::object compare = compare_();

@@ -8,6 +8,10 @@
 // parameters are hashed when the step begins and when it ends. At the end of the step all ranks
 // exchange these numbers, and fsdp_ext/sharding/root/step_checks.py compares them.
 //
+// A gather that was issued before the step (Note [gathers ahead of forward]) may race with a write
+// that makes no new version. So when such a unit is attached, its rank's own rows are compared with
+// its shard.
+//
 // All of this runs on the compute stream, where the parameters are whole and nobody writes them. On
 // a GPU the numbers stay there until the end of the step. Other steps do nothing but count, and
 // test one pointer for each unit that is resharded.
@@ -32,18 +36,24 @@ at::Tensor hash_of(const at::Tensor& tensor);
 at::Tensor hash_by_operators(const at::Tensor& tensor);
 // The same for several tensors together. Not defined if they have no elements.
 at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
+// A tensor with one bool: whether `gathered` is anything but `shard` cast to its dtype. A NaN that
+// was cast equals everything, because casts may change its bytes.
+at::Tensor differs(const at::Tensor& gathered, const at::Tensor& shard);
 
 // An undefined tensor stands for a hash that the step did not compute.
 struct StepChecksum {
   // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
   // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed
-  // although nothing wrote it.
-  using Numbers = std::array<std::int64_t, 4>;
+  // although nothing wrote it, and at last a GatherAhead.
+  using Numbers = std::array<std::int64_t, 5>;
+  enum class GatherAhead : std::uint8_t { No, Equal, Outdated };
 
   at::Tensor forward;  // hashes of the unsharded parameters
   at::Tensor backward;
   at::Tensor shard;  // a hash, when the step began
   std::uint64_t shard_version = 0;
+  bool is_gathered_ahead = false;
+  at::Tensor is_outdated;  // a bool, if it is gathered ahead: whether its own rows differ
 };
 
 // Counts the steps of a root and says which of them are checked.

@@ -228,6 +228,7 @@ void TorchUnit::attach(void* unsharded) {
     if (has_extensions_) {
       attach_extensions();
     }
+    checksum_.compare_with_shard();
     show_unsharded();
   } catch (...) {  // the unit stays detached
     free_storages();

@@ -23,11 +23,16 @@ class UnitChecksum {
   // The step has ended in an exception.
   void discard() { sum_.reset(); }
 
+  // Compares this rank's rows of the unsharded parameters, which have just been attached, with the
+  // shard, if a checked step has found the unit gathered ahead.
+  void compare_with_shard();
   // Hashes the unsharded parameters in a checked step, the first time in each pass, because ranks
   // may differ in how often they gather a unit.
   void hash_parameters();
 
  private:
+  template <typename Visit>
+  void for_each_shard(const Visit& visit) const;
   at::Tensor hash_of_shard() const;
   std::uint64_t shard_version() const;  // with updates in backward
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import _C, FullyShardedDataParallel, Link, Simulated, fully_shard
-from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecksum, findings
+from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecksum, findings, outdated
 
 
 def flip_a_bit(values: Tensor) -> None:
@@ -140,6 +140,55 @@ def test_what_is_most_specific_comes_first() -> None:
     assert findings([look(3, 1)] * 2, ["the root", "up"], MeshRanks([0, 1], group_size=2)) == []
 
 
+def test_a_difference_of_what_was_gathered_ahead_is_no_fault_of_memory_yet() -> None:
+    def look(gathered: int, ahead: int, other: int = 5) -> list[StepChecksum]:
+        return [StepChecksum(gathered, 0, 1, 0, ahead), StepChecksum(other, 5, 1, 0)]
+
+    names, ranks = ["the root", "up"], MeshRanks([0, 1], group_size=2)
+    assert outdated([look(3, 1), look(4, 1, other=6)], names, ranks) == [
+        "ranks 0 and 1 differ in the gathered parameters of unit 'the root' in forward, and no "
+        "majority says which is wrong"
+    ]
+    assert outdated([look(3, 1), look(3, 1, other=6)], names, ranks) == []
+
+
+def _written_after_its_gather(victims: tuple[int, ...]) -> list[str]:
+    found = []
+    for settings in SETTINGS.values():
+        model = sharded(**settings, check_every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for change in (lambda _: None, lambda weight: weight.mul_(0.5), _halve_unseen):
+            error = error_of(lambda model=model: step(model))
+            optimizer.step()
+            model.prefetch_next_forward()
+            model.blocks[0].unshard()  # ends after the root's gather, which stays in flight
+            dist.barrier()  # the peers' gathers have ended, too
+            if dist.get_rank() in victims or change is not _halve_unseen:
+                with torch.no_grad():
+                    change(model.stem.weight)
+            found.append(error or error_of(lambda model=model: step(model)))
+    return found
+
+
+def _halve_unseen(weight: Tensor) -> None:
+    weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (1,)])
+def test_a_write_after_prefetch_next_forward_that_no_version_tells_of(
+    victims: tuple[int, ...],
+) -> None:
+    who = "ranks 0 and 1" if len(victims) == 2 else "rank 1"
+    for messages in run_ranks(_written_after_its_gather, 2, victims):
+        assert messages[::3] == messages[1::3] == [""] * len(SETTINGS)
+        for message in messages[2::3]:
+            assert (
+                "found parameters that may have been written after their gather began, in step 6: "
+                f"the gathered parameters of unit 'the root' are not those of the shard on {who}. "
+                "Writes through .data, " in message
+            ), messages
+
+
 # - What checks leave alone
 
 
@@ -154,6 +203,8 @@ def _train(model: Any, every: int | None, accumulates: bool) -> list[Tensor]:
         losses.append(step(model, number))
         optimizer.step()
         optimizer.zero_grad()
+        if number % 2 == 1:
+            model.prefetch_next_forward()
         with torch.no_grad():
             losses.append(model(torch.ones(2, 10)).sum())
     return losses

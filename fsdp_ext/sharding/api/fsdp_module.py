@@ -92,8 +92,9 @@ class FSDPModule(TorchFSDPModule):
         forward, nor once a CUDA graph has captured a step. If an optimizer's step,
         ``load_state_dict`` or a write in place changes parameters of a unit before the forward, the
         unit is gathered again. Such changes have to happen on all ranks. Writes through ``.data``,
-        local tensors, ``flat_shard()`` or ``torch._foreach_`` functions may not be noticed: make
-        them before this call, or call ``reshard()`` on their units.
+        local tensors, ``flat_shard()`` or ``torch._foreach_`` functions may not be noticed, and
+        race with the gathers: ranks may then compute with different weights, and only a checked
+        step (``check_every``) raises. Make such writes before this call.
 
         Raises:
             RuntimeError: if forward or backward runs.

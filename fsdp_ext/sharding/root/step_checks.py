@@ -17,7 +17,9 @@ from fsdp_ext import _C
 
 _COMPARISON = "the comparison of all ranks at the end of a checked step"
 _AGREEMENT = "the comparison of check_every in the first forward"
+_OUTDATED = 2  # a value of StepChecksum.gathered_ahead
 _NAMED = 5  # findings that an error lists
+_REPLACE = "replace the machine of the rank that is wrong, and resume from an older checkpoint."
 
 # Returns the messages of all ranks: the name for errors, this rank's message.
 AllGather = Callable[[str, bytes], list[bytes]]
@@ -32,12 +34,15 @@ class StepChecksum:
         backward: the same for backward.
         shard: hash of the flat shard when the step began; 0 for none.
         shard_changed: whether the shard has changed in the step although nothing wrote it.
+        gathered_ahead: 0 if the unit was gathered in the step; 1 if its gather was issued before
+            the forward; 2 if that gather brought other values than this rank's shard has.
     """
 
     forward: int
     backward: int
     shard: int
     shard_changed: int
+    gathered_ahead: int = 0
 
 
 Looks = list[list[StepChecksum]]  # by rank, then by unit
@@ -83,11 +88,33 @@ def findings(looks: Looks, names: Sequence[str], ranks: MeshRanks) -> list[str]:
             hashes = {rank: looks[rank][unit].shard for rank in replicas}
             found += _odd(f"the shard of unit '{name}'", hashes, ranks)
     for unit, name in enumerate(names):
-        what = f"the gathered parameters of unit '{name}' in"
-        forward = _odd(f"{what} forward", {r: looks[r][unit].forward for r in everyone}, ranks)
-        backward = _odd(f"{what} backward", {r: looks[r][unit].backward for r in everyone}, ranks)
-        found += forward or backward  # backward may use what forward has gathered
+        found += _gathered(looks, unit, name, ranks)
     return found
+
+
+def outdated(looks: Looks, names: Sequence[str], ranks: MeshRanks) -> list[str]:
+    """Return what is wrong with units whose gathers were issued before the forward, in words."""
+    found = []
+    for unit, name in enumerate(names):
+        ahead = [of_rank[unit].gathered_ahead for of_rank in looks]
+        wrong = [rank for rank, value in enumerate(ahead) if value == _OUTDATED]
+        if wrong:
+            found.append(
+                f"the gathered parameters of unit '{name}' are not those of the shard on "
+                f"{ranks.named(wrong)}"
+            )
+        elif any(ahead):
+            found += _gathered(looks, unit, name, ranks)
+    return found
+
+
+def _gathered(looks: Looks, unit: int, name: str, ranks: MeshRanks) -> list[str]:
+    """Return how ranks differ in what they gathered of a unit, in words."""
+    what = f"the gathered parameters of unit '{name}' in"
+    forward = {rank: look[unit].forward for rank, look in enumerate(looks)}
+    backward = {rank: look[unit].backward for rank, look in enumerate(looks)}
+    # Backward may use what forward has gathered.
+    return _odd(f"{what} forward", forward, ranks) or _odd(f"{what} backward", backward, ranks)
 
 
 def _odd(what: str, hashes: dict[int, int], ranks: MeshRanks) -> list[str]:
@@ -146,15 +173,24 @@ class StepChecks:
         if _are_alike(of_all, self.ranks):
             return
         looks = [[StepChecksum(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
-        found = findings(looks, names, self.ranks)
-        if found:
-            more = len(found) - _NAMED
-            listed = found[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
+        if found := outdated(looks, names, self.ranks):
+            raise RuntimeError(
+                f"check_every={self.every} found parameters that may have been written after "
+                f"their gather began, in step {step}: {_listed(found)}. Writes through .data, "
+                "local tensors, flat_shard() or torch._foreach_ functions have to come before "
+                "prefetch_next_forward() and unshard(). If there are no such writes, memory is "
+                f"wrong: {_REPLACE}"
+            )
+        if found := findings(looks, names, self.ranks):
             raise RuntimeError(
                 f"check_every={self.every} found memory that is wrong in step {step}: "
-                f"{'; '.join(listed)}. Do not train on: replace the machine of the rank that is "
-                "wrong, and resume from an older checkpoint."
+                f"{_listed(found)}. Do not train on: {_REPLACE}"
             )
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = len(found) - _NAMED
+    return "; ".join([*found[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
@@ -167,7 +203,7 @@ def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
     gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]
     by_group = shards.reshape(-1, min(ranks.group_size, len(shards)), shards.shape[1])
     alike = (gathered == gathered[0]).all() & (by_group == by_group[0]).all() & (changed == 0).all()
-    return bool(alike)
+    return bool(alike & (numbers[:, :, 4] != _OUTDATED).all())
 
 
 def agree(check_every: int | None, ranks: MeshRanks, all_gather: AllGather) -> None:
