@@ -122,6 +122,7 @@ TEST(Pipeline, FirstGathersOfForwardAreIssuedAheadAndAgainForChangedShards) {
                 changes ? (std::vector<int>{0, 1, 2, 3, 4, 5}) : (std::vector<int>{2, 3, 4, 5}));
       EXPECT_EQ(backward,
                 changes ? (std::vector<int>{5, 4, 3, 2, 1}) : (std::vector<int>{3, 2, 1}));
+      EXPECT_EQ(rank.pipeline->ledger().counters().dropped_gathers, changes ? 4U : 2U);
       EXPECT_EQ(rank.pipeline->ledger().counters().overflow_slots, 0U);
     }
   });

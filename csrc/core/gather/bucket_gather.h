@@ -51,6 +51,7 @@ class BucketGather {
   Slot* slot_ = nullptr;
   std::unique_ptr<Slot> persistent_slot_;
   Issue issue_;
+  bool is_unused_ = false;  // no unit has been attached since the last gather was issued
   ShardStamp gathered_from_;
   std::shared_ptr<void> input_;  // if it is kept: Note [gather inputs] in core/gather/gatherer.h
   ShardStamp cast_from_;

@@ -168,6 +168,7 @@ bool Gatherer::attach(Unit& unit) {
   const bool has_gather = !unit.layout.is_identity() && unit.gather.slot_ != nullptr;
   unit.gather.is_speculative_ = false;
   if (has_gather) {
+    unit.bucket->gather.is_unused_ = false;
     wait_for_gather(unit);
     unit.port.attach(static_cast<char*>(unit.gather.slot_->data()) + unit.unsharded_offset);
   } else {
@@ -319,6 +320,7 @@ void Gatherer::abandon_gather(Bucket& bucket) {
     streams_.messages().wait(*source.last_piece().gathered, source.label);
   }
   slot.users = 0;
+  count_if_dropped(bucket);
   follow_readers(slot, bucket);
   ring_->release(slot, device_.compute_stream(), /*keeps_contents=*/false);
 }
@@ -349,6 +351,12 @@ void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
   slot.read_on.clear();
 }
 
+void Gatherer::count_if_dropped(Bucket& bucket) {
+  if (std::exchange(bucket.gather.is_unused_, false)) {
+    ledger_.counters().dropped_gathers += 1;
+  }
+}
+
 void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
   follow_readers(slot, bucket);
   Stream& compute = device_.compute_stream();
@@ -363,6 +371,7 @@ void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
     compute.wait(*group->kept, group->source.label);
   }
   if (keeps_contents) {
+    count_if_dropped(bucket);
     bucket.gather.slot_ = nullptr;
   }
   if (poison_) {

@@ -109,6 +109,7 @@ class Gatherer {
   void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
   void follow_readers(Slot& slot, const Bucket& bucket);
+  void count_if_dropped(Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);
   template <typename Visit>
   void for_each_group_shard(const Visit& visit);

@@ -78,6 +78,7 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     gather_from_ranks(bucket, slot);
   }
   bucket.gather.issue_.refused = 0;
+  bucket.gather.is_unused_ = true;
 }
 
 // See Note [gather inputs] and Note [pieces].

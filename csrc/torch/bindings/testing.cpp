@@ -144,6 +144,7 @@ py::dict counters_of(TorchRoot& root) {
   result["all_reduces"] = c.all_reduces;
   result["group_all_gathers"] = c.group_all_gathers;
   result["reused_unshards"] = c.reused_unshards;
+  result["dropped_gathers"] = c.dropped_gathers;
   result["overflow_slots"] = c.overflow_slots;
   result["wire_bytes"] = c.wire_bytes;
   result["copied_bytes"] = c.copied_bytes;
