@@ -10,7 +10,8 @@
 # replicas, reductions have two lanes. The end of backward waits for the all-reduces, so the other
 # lane explains only the time in which none ran. Packing waits for the lane of reductions first. Two
 # exposed parts cannot be avoided. Before the first unit of a forward or a backward there is no
-# compute yet that could hide its gather. After the last unit's gradients no compute is left.
+# compute yet that could hide its gather. After the last unit's gradients no compute is left. A
+# gather that was issued between steps belongs to the iteration before, unlike the wait for it.
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ class Cause(enum.Enum):
     """
 
     FIRST = "first gather"
+    AHEAD = "gather ahead of forward"
     LAST = "last reduction"
     ISSUED_LATE = "issued late"
     NO_SLOT = "no free slot"
@@ -61,7 +63,8 @@ class Cause(enum.Enum):
 
 
 MEANING = {
-    Cause.FIRST: "unavoidable: no compute can run before the first unit is gathered",
+    Cause.FIRST: "no compute of a pass can run before its first unit is gathered",
+    Cause.AHEAD: "issued before forward, by prefetch_next_forward() or unshard(), but too late",
     Cause.LAST: "unavoidable: no compute is left once the last gradients are reduced",
     Cause.ISSUED_LATE: "the host or a lane's thread was behind, or the waiter woke up late",
     Cause.NO_SLOT: "the ring had no free slot to prefetch into, or prefetch is 0",
@@ -73,13 +76,18 @@ MEANING = {
         "compute and communication share memory or cores; estimated by comparing units of equal "
         "size"
     ),
-    Cause.UNKNOWN: (
-        "gathered by unshard(), prefetch_next_forward() or a step that was not recorded"
-    ),
+    Cause.UNKNOWN: "issued in a step that was not recorded",
 }
 
 REMEDY = {
-    Cause.FIRST: "make the first bucket smaller (bucket_bytes)",
+    Cause.FIRST: (
+        "call prefetch_next_forward() after the optimizer's step, so that the loader hides it; "
+        "make the first bucket smaller (bucket_bytes)"
+    ),
+    Cause.AHEAD: (
+        "call prefetch_next_forward() right after the optimizer's step; make the first bucket "
+        "smaller (bucket_bytes)"
+    ),
     Cause.LAST: "make the last bucket smaller (bucket_bytes)",
     Cause.ISSUED_LATE: (
         "use larger units or buckets (bucket_bytes), so that the host launches less; leave a core "
@@ -175,7 +183,7 @@ def typical_seconds(iterations: Sequence[Iteration]) -> dict[tuple[str, int], fl
 class _Step:
     """One iteration, indexed for the explanation of waits."""
 
-    def __init__(self, iteration: Iteration, context: Context) -> None:
+    def __init__(self, iteration: Iteration, context: Context, before: Iteration | None) -> None:
         self.iteration = iteration
         self.context = context
         self.index = {id(span): index for index, span in enumerate(iteration.spans)}
@@ -187,6 +195,9 @@ class _Step:
         gathers = sorted(iteration.of(*_GATHERS), key=lambda span: self.index[id(span)])
         for span in gathers or iteration.of("cast"):
             self.gathers[span.units].append(span)
+        # The last gather of each bucket that was issued between the iteration before and this one.
+        earlier = before.of("gather") or before.of("cast") if before is not None else []
+        self.ahead = {span.units: span for span in earlier if span.phase == "other"}
         ends = {name: iteration.of(f"unit {name}") for name in PASSES}
         self.first_end = {
             (span.begin, span.work): min(
@@ -225,12 +236,19 @@ class _Step:
         return None
 
 
-def explain(iteration: Iteration, context: Context) -> list[Exposure]:
+def explain(
+    iteration: Iteration, context: Context, before: Iteration | None = None
+) -> list[Exposure]:
     """Return the causes of all waits of the compute stream, in order of their begin.
 
     The seconds of the exposures add up to the seconds of the waits.
+
+    Args:
+        iteration: the iteration.
+        context: the other inputs.
+        before: the iteration right before it, if that is recorded.
     """
-    step = _Step(iteration, context)
+    step = _Step(iteration, context, before)
     result: list[Exposure] = []
     for wait in iteration.of(*WAITS):
         if wait.seconds <= 0:
@@ -248,7 +266,9 @@ def explain(iteration: Iteration, context: Context) -> list[Exposure]:
 def _explain_gather(step: _Step, wait: Span) -> list[Exposure]:
     messages = [span for span in step.gathers[wait.units] if step.is_before(span, wait)]
     if not messages:
-        return [_exposure("gather", wait, wait, wait.seconds, Cause.UNKNOWN)]
+        cause = Cause.AHEAD if wait.units in step.ahead else Cause.UNKNOWN
+        issued = step.ahead.get(wait.units, wait)
+        return [_exposure("gather", wait, issued, wait.seconds, cause)]
     # A unit waits for only one of its bucket's messages, the one that ends with the wait.
     arrived = [span for span in messages if span.end <= wait.end + PAUSE]
     awaited = (arrived or messages)[-1]

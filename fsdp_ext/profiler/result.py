@@ -102,7 +102,11 @@ class Recording:
             late=self.late,
             delayed=Cause.ISSUED_LATE if self.is_simulated else Cause.LATE_RANK,
         )
-        return [explain(iteration, context) for iteration in self.iterations]
+        by_number = {iteration.number: iteration for iteration in self.iterations}
+        return [
+            explain(iteration, context, by_number.get(iteration.number - 1))
+            for iteration in self.iterations
+        ]
 
     def slowdown(self) -> Slowdown | None:
         """Return how much slower units compute beside communication; None if that is unknown."""

@@ -108,6 +108,20 @@ def test_nothing_hides_the_first_gathers() -> None:
     assert verdict(first_unit().passes(forward=40).end()) == {Cause.FIRST: pytest.approx(2)}
 
 
+def test_gathers_ahead_of_forward_were_issued_in_the_iteration_before() -> None:
+    before = Step()
+    for unit in (0, 1):
+        before.add("gather", "other", unit, -4, 3 + unit, nbytes=1000, issued=START - 4 * MS)
+    step = Step().wait(0, 0, 3).forward(0, 3, 40).wait(1, 3, 4).forward(1, 4, 10)
+    iteration = step.passes(forward=40).end()
+    for known, cause in ((None, Cause.UNKNOWN), (before.end(at=0), Cause.AHEAD)):
+        exposures = explain(iteration, Context(1, False, {}, {}), known)
+        assert [(e.cause, e.units, e.seconds / MS) for e in exposures] == [
+            (cause, (0, 0), pytest.approx(3)),
+            (cause, (1, 1), pytest.approx(1)),
+        ]
+
+
 def test_a_lane_that_never_paused_is_slower_than_the_compute() -> None:
     step = first_unit().gather(2, 2, 16, issued=2).wait(2, 10, 16).forward(2, 16, 20)
     assert verdict(step.passes(forward=40).end()) == {

@@ -75,6 +75,19 @@ def test_a_planted_fault_is_the_largest_cause(kind: str, cause: Cause) -> None:
     assert max(avoidable, key=lambda name: avoidable[name]) == cause.value, found
 
 
+def _gathers_ahead() -> dict[str, float]:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    model = make(Simulated(8, Link("slow", alpha=PLANTED, beta=1e12)))
+    return causes(profiled(model, lambda step: model.prefetch_next_forward()))
+
+
+def test_waits_for_gathers_ahead_of_forward_have_a_cause_of_their_own() -> None:
+    (found,) = run_ranks(_gathers_ahead, 1)
+    steps, recorded = 4, 3  # the gathers of the first step were issued before the profile began
+    assert found[Cause.AHEAD.value] > recorded * PLANTED / steps / 2, found
+
+
 ATTEMPTS = 4  # other load on the machine may hide what is planted
 
 
