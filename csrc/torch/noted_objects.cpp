@@ -2,11 +2,98 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <unordered_set>
 #include <vector>
 
 namespace py = pybind11;
 
 namespace fsdp {
+namespace {
+
+// Lists parameters in the order of nn.Module.named_parameters, each once.
+class ParameterWalk {
+ public:
+  explicit ParameterWalk(const py::object& named_modules) : named_modules_(named_modules) {}
+
+  // Returns false if a module inside finds its modules in a way of its own, or does not keep them
+  // and its parameters in plain dicts, as scripted modules do.
+  bool visit(py::handle module) {
+    if (!modules_.insert(module.ptr()).second) {
+      return true;
+    }
+    const auto attributes =
+        py::reinterpret_steal<py::dict>(PyObject_GenericGetDict(module.ptr(), nullptr));
+    if (!attributes) {
+      throw py::error_already_set();
+    }
+    PyObject* const parameters = entry(attributes, parameters_name_);
+    PyObject* const children = entry(attributes, modules_name_);
+    if (!is_plain(parameters) || !is_plain(children) || has_own_walk(module, attributes)) {
+      return false;
+    }
+    add(parameters);
+    return visit_all(children);
+  }
+
+  py::list found() const { return found_; }
+
+ private:
+  // Python's own names are interned, too, so that comparing them reads no text.
+  static py::object interned(const char* name) {
+    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+  }
+
+  static PyObject* entry(const py::dict& dict, const py::object& name) {
+    return PyDict_GetItemWithError(dict.ptr(), name.ptr());
+  }
+
+  static bool is_plain(PyObject* dict) { return dict != nullptr && PyDict_CheckExact(dict) != 0; }
+
+  bool has_own_walk(py::handle module, const py::dict& attributes) {
+    const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(module.ptr())));
+    if (types_.insert(type.ptr()).second && !py::object(type.attr(walk_name_)).is(named_modules_)) {
+      return true;
+    }
+    return entry(attributes, walk_name_) != nullptr;
+  }
+
+  void add(PyObject* parameters) {
+    Py_ssize_t position = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(parameters, &position, nullptr, &value) != 0) {
+      if (value != Py_None && parameters_.insert(value).second) {
+        found_.append(py::handle(value));
+      }
+    }
+  }
+
+  bool visit_all(PyObject* children) {
+    Py_ssize_t position = 0;
+    PyObject* child = nullptr;
+    while (PyDict_Next(children, &position, nullptr, &child) != 0) {
+      if (child != Py_None && !visit(child)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const py::object& named_modules_;
+  const py::object parameters_name_ = interned("_parameters");
+  const py::object modules_name_ = interned("_modules");
+  const py::object walk_name_ = interned("named_modules");
+  std::unordered_set<PyObject*> modules_;
+  std::unordered_set<PyObject*> parameters_;
+  std::unordered_set<PyObject*> types_;
+  py::list found_;
+};
+
+}  // namespace
+
+py::object parameters_of(const py::object& module, const py::object& named_modules) {
+  ParameterWalk walk(named_modules);
+  return walk.visit(module) ? py::object(walk.found()) : py::none();
+}
 
 bool same_objects(const py::list& left, const py::list& right) {
   if (left.size() != right.size()) {

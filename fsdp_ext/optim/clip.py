@@ -59,12 +59,30 @@ def clip_grad_norm_(
         ValueError: if ``norm_type`` is not positive.
     """
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
+        params = parameters_of(parameters)
     elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    params = list(parameters)
+        params = [parameters]
+    else:
+        params = list(parameters)
     limits = Limits.of(_CALLER, max_norm, norm_type)
     return clip(params, limits, error_if_nonfinite=error_if_nonfinite)
+
+
+# What module.parameters() calls on the module.
+_WALK = {
+    name: getattr(nn.Module, name) for name in ("parameters", "named_parameters", "_named_members")
+}
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return what ``module.parameters()`` lists; by C++ unless a module has a way of its own."""
+    kind = type(module)
+    own = vars(module)
+    if all(getattr(kind, name) is walk and name not in own for name, walk in _WALK.items()):
+        found = _C.parameters_of(module, nn.Module.named_modules)
+        if found is not None:
+            return found
+    return list(module.parameters())
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 import fsdp_ext
-from fsdp_ext import fully_shard
+from fsdp_ext import _C, fully_shard
 from fsdp_ext.optim import SGD, Adam, AdamW
+from fsdp_ext.optim.clip import parameters_of
 from fsdp_ext.optim.flat_step import FlatStep
 
 # On the host, fused kernels round the last elements of a tensor differently. In flat memory, other
@@ -903,6 +904,48 @@ def _norms_of_complex_gradients() -> None:
             torch.testing.assert_close(norm, expected)
             for one, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(one.grad, other.grad)
+
+
+class _OwnParameters(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.weight])
+
+
+class _OwnModules(nn.Sequential):
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        yield "", self
+        yield "0", self[0]
+
+
+def _modules() -> dict[str, tuple[nn.Module, bool]]:
+    """Return modules, and whether C++ finds all parameters below them."""
+    linear = nn.Linear(2, 3)
+    tied = nn.Sequential(linear, nn.Linear(2, 3), nn.Sequential(linear), nn.Linear(3, 2))
+    tied[1].weight = linear.weight
+    tied[1].register_parameter("last", None)
+    tied.register_module("none", None)
+    changed = nn.Sequential(nn.Linear(2, 2))
+    changed[0].named_modules = lambda *_: iter(())  # type: ignore[method-assign]
+    lists = nn.ModuleList([nn.ParameterList([linear.bias, nn.Parameter(torch.ones(1))]), tied])
+    return {
+        "ties": (tied, True),
+        "parameters below and above": (lists, True),
+        "nothing": (nn.Tanh(), True),
+        "scripted": (nn.Sequential(torch.jit.script(nn.Linear(2, 2)), linear), False),
+        "parameters()": (_OwnParameters(2, 2), True),
+        "a child's parameters(), which nobody calls": (nn.Sequential(_OwnParameters(2, 2)), True),
+        "named_modules()": (_OwnModules(nn.Linear(2, 2), nn.Linear(2, 2)), False),
+        "named_modules() of a child": (nn.Sequential(_OwnModules(linear, nn.Linear(2, 2))), False),
+        "named_modules of an object": (changed, False),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_clipping_finds_the_parameters_of_a_module() -> None:
+    for name, (module, is_plain) in _modules().items():
+        found = parameters_of(module)
+        assert [id(param) for param in found] == [id(param) for param in module.parameters()], name
+        assert (_C.parameters_of(module, nn.Module.named_modules) is not None) == is_plain, name
 
 
 def _clipping_keeps_no_model() -> None:

@@ -19,6 +19,7 @@ void register_steps(py::module_& m) {
   m.def("have_attribute", &have_attribute, py::arg("objects"), py::arg("name"), py::arg("values"));
   m.def("total_length", &total_length, py::arg("dicts"));
   m.def("addresses_of", &addresses_of, py::arg("tensors"));
+  m.def("parameters_of", &parameters_of, py::arg("module"), py::arg("named_modules"));
   m.def("with_gradients", &with_gradients, py::arg("params"));
   m.def("remove_gradients", &remove_gradients, py::arg("params"));
   m.def("note_optimizer_step", &note_optimizer_step);
