@@ -3,8 +3,9 @@
 All systems clip and step equal models in turns, on the same gradients of one backward, with one
 thread: PyTorch's over DTensors, with foreach and fused; PyTorch's fused one over the flat shards
 that `FSDPModule.flat_shard` returns; and `fsdp_ext.clip_grad_norm_` with `fsdp_ext.optim.AdamW`.
-On the host the process group is "fake", so the all-reduce of the norm takes no time; on a GPU it is
-NCCL with one rank.
+Clipping starts from the model, so it includes finding the parameters. The part "both" is clipping
+and the step after it. On the host the process group is "fake", so the all-reduce of the norm takes
+no time; on a GPU it is NCCL with one rank.
 
 In the rows "host", parameters have few elements, and the time is the host's. In the rows "memory",
 parameters have many elements, and the time is the device's. There, "of a copy" is the bandwidth of
@@ -53,23 +54,32 @@ def sharded(units: int, width: int, device: torch.device) -> Any:
     return model
 
 
+def clip_by_torch(model: nn.Module, max_norm: float) -> None:
+    """Clip as PyTorch's users do."""
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 def systems(units: int, width: int, device: torch.device) -> dict[tuple[str, str], Call]:
     """Return what is timed, by system and part of a step."""
     calls: dict[tuple[str, str], Call] = {}
     kinds: list[tuple[str, type[torch.optim.Optimizer], Any, dict[str, bool]]] = [
-        ("PyTorch, foreach", torch.optim.AdamW, nn.utils.clip_grad_norm_, {"foreach": True}),
-        ("PyTorch, fused", torch.optim.AdamW, nn.utils.clip_grad_norm_, {"fused": True}),
+        ("PyTorch, foreach", torch.optim.AdamW, clip_by_torch, {"foreach": True}),
+        ("PyTorch, fused", torch.optim.AdamW, clip_by_torch, {"fused": True}),
         (OURS, fsdp_ext.optim.AdamW, fsdp_ext.clip_grad_norm_, {}),
     ]
     for name, kind, clip, options in kinds:
         model = sharded(units, width, device)
         optimizer = kind(model.parameters(), lr=1e-4, **options)
 
-        def clips(clip: Any = clip, model: Any = model) -> None:
-            clip(model.parameters(), 1e9)
+        clips = partial(clip, model, 1e9)
+
+        def both(clips: Call = clips, step: Call = optimizer.step) -> None:
+            clips()
+            step()
 
         calls[name, "clip"] = clips
         calls[name, "step"] = optimizer.step
+        calls[name, "both"] = both
     model = sharded(units, width, device)
     flat = []
     for unit in model:
