@@ -1,4 +1,4 @@
-"""torchao's NF4 and float8 weights train on a sharded model as under FSDP2."""
+"""torchao's weights and optimizers train on a sharded model as under FSDP2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchao.float8 import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, linear_nf4, to_nf4
 
 import fsdp_ext
@@ -108,6 +109,41 @@ def test_weights_train_as_under_fsdp2(
     make: Callable[[], Any], precomputes: bool, options: dict[str, Any]
 ) -> None:
     run_ranks(train_beside_fsdp2, 2, make, precomputes, options)
+
+
+def _optimized(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    # PyTorch's cache on disk takes the compiled step of one class of states for that of another.
+    torch._functorch.config.enable_autograd_cache = False
+    seen: list[list[Tensor]] = []
+    for fully_shard in SYSTEMS:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = kind(model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        losses = []
+        for _ in range(4):
+            loss = (model(torch.randn(4, WIDTH, generator=generator)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        # 8 and 4 bits hold the states of large weights alone.
+        state = optimizer.state[model[0].weight]["exp_avg"].to_local()
+        assert "OptimState" in type(state).__name__
+        seen.append([*losses, *(param.to_local() for param in model.parameters())])
+    assert seen[0][3] < seen[0][0]
+    for mine, other in zip(*seen, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit, AdamWFp8])
+def test_optimizers_with_low_bit_states_train_as_under_fsdp2(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    run_ranks(_optimized, 2, kind, fresh=True)  # it compiles, which leaves threads
 
 
 def _saved() -> None:
