@@ -29,7 +29,8 @@ and each step with the wire is compared with the two steps around it:
   by ledger = the same by fsdp_ext.profile of the same steps, which counts waits as exposed. It
               includes wake-ups of threads, which a step without a wire has, too.
   at most   = the most that the schedule could hide (planner.schedule.predict) if only the wire
-              took time; the first gather and the last reduction are always exposed
+              took time; the first gather and the last reduction are exposed. In the sweep "ahead",
+              steps end with a gap, as of a loader, and prefetch_next_forward() may hide the gather
   by ratio  = the same from the ratio alone; a third of compute and wire is in forward
   on one link at most = min(1, compute / wire), if all collectives shared one link
   of ideal  = hidden / at most
@@ -85,13 +86,14 @@ from fsdp_ext import Link
 
 TITLE = "overlap (simulated)"
 HOSTS = 2
-SWEEPS = ("ratio", "system", "prefetch", "bucket", "world_size")
+SWEEPS = ("ratio", "system", "prefetch", "ahead", "bucket", "world_size")
 RATIOS = [4.0, 2.0, 1.0, 0.5, 0.25]
 RATIOS_OF_SYSTEMS = [2.0, 1.0, 0.5]
 RATIOS_OF_WORLD_SIZES = [2.0, 1.0]
 WORLD_SIZES = [8, 64, 512, 1024]
 DEPTHS = [0, 1, 2, 3]
 QUICK_RATIO = 2.0
+GAP = 5e-3  # seconds between steps, several messages long
 # A wire is marked as disturbed if it takes longer than the link says by more than a part of its
 # time, plus microseconds for each collective, which a thread needs on a quiet machine, too.
 LATE, WAKE_UP = 0.05, 10.0
@@ -152,6 +154,10 @@ def sweeps(args: argparse.Namespace) -> dict[str, list[Case]]:
             for system in (OURS, *peers)
         ],
         "prefetch": [replace(start, prefetch=depth) for depth in DEPTHS],
+        "ahead": [
+            replace(start, ratio=args.ratio or QUICK_RATIO, gap=GAP, ahead=ahead)
+            for ahead in (False, True)
+        ],
         "bucket": [
             replace(start, shape=small, ratio=1.0, bucket_bytes=nbytes) for nbytes in buckets
         ],
@@ -242,6 +248,8 @@ def label(name: str, row: Row) -> str:
         return f"{name_of(row)}: {row['buckets']} buckets"
     if name == "prefetch":
         return str(row["prefetch"])
+    if name == "ahead":
+        return "gathered ahead" if row["ahead"] else "gathered in forward"
     ratio = f"ratio {row['ratio']:g}"
     return {
         "ratio": ratio,

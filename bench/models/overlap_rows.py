@@ -72,6 +72,8 @@ def settings_of(case: Case) -> Row:
         "batch": case.shape.batch,
         "ratio": case.ratio,
         "prefetch": case.prefetch if case.system == OURS else None,
+        "gap_us": case.gap * 1e6,
+        "ahead": case.ahead,
     }
 
 
@@ -90,12 +92,16 @@ def row_of(case: Case, link: Link, repeats: int, device: torch.device) -> Row:
 
 def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
     """Return a row's figures for steps with a wire and without one, which take turns."""
-    without, with_wire = [seconds_of(system.free)], []
+
+    def seconds_without_gap(step: Callable[[], None]) -> float:
+        return seconds_of(step) - case.gap
+
+    without, with_wire = [seconds_without_gap(system.free)], []
     with contextlib.ExitStack() as stack:
         ledgers = [stack.enter_context(profile(model, repeats)) for model in system.models]
         for _ in range(repeats):
-            with_wire.append(seconds_of(system.wired))
-            without.append(seconds_of(system.free))
+            with_wire.append(seconds_without_gap(system.wired))
+            without.append(seconds_without_gap(system.free))
     # Each step is compared with the two around it, because the noise changes slowly.
     exposed = [
         both - (before + after) / 2
@@ -135,11 +141,12 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
 def exposed_at_least(case: Case, link: Link, system: Opened, compute: float, wire: float) -> float:
     """Return the seconds that are exposed even if only the wire takes time.
 
-    planner.schedule.predict computes them for two wires, without contention. If all collectives
-    share one wire, the step takes at least as long as the wire.
+    planner.schedule.predict computes them for two wires, without contention. The gap may hide the
+    first gather. If all collectives share one wire, the step takes at least as long as the wire.
     """
     prediction = ideal(case, link, system.buckets, compute)
-    return max(prediction.exposed, wire - compute if system.wires == 1 else 0.0)
+    in_gap = min(case.gap, link.seconds(*system.sent[0])) if case.ahead else 0.0
+    return max(prediction.exposed - in_gap, wire - compute if system.wires == 1 else 0.0)
 
 
 def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Prediction:
@@ -170,14 +177,14 @@ def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
     gathers of backward, and reductions. Let the wire take 1 and compute `ratio`. With two wires,
     forward exposes (1 - ratio) / 3, and backward (1 - 2 ratio) / 3, since both wires are busy at
     the same time. With one wire the step exposes 1 - ratio. The first gather and the last
-    reduction, 1 / n each, are always exposed.
+    reduction, 1 / n each, are exposed, but a gather ahead of forward is not.
     """
     end = 1 / len(system.sent)
     if case.prefetch == 0:  # each gather is exposed, and the last reduction
         return 1 / 3 - end
     if system.wires == 1:
         return min(1.0, ratio) - 2 * end
-    return 1 - (max(0.0, 1 - ratio) + max(0.0, 1 - 2 * ratio)) / 3 - 2 * end
+    return 1 - (max(0.0, 1 - ratio) + max(0.0, 1 - 2 * ratio)) / 3 - (1 if case.ahead else 2) * end
 
 
 # - The ledger

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Case:
         ratio: compute / simulated wire, from which the link is made.
         prefetch: `fully_shard`'s argument, for ours.
         bucket_bytes: the same; None for the default.
+        gap: seconds from the end of backward to the next forward, as of a loader.
+        ahead: whether ours calls `prefetch_next_forward` before the gap.
     """
 
     system: str
@@ -59,6 +62,8 @@ class Case:
     ratio: float
     prefetch: int = 1
     bucket_bytes: int | None = None
+    gap: float = 0.0
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Opened:
 class Stack:
     """The model, and its step."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
+        shape = case.shape
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with torch.device(device):
@@ -98,12 +104,16 @@ class Stack:
             self.model: Any = nn.Sequential(*layers)
             self.input = torch.randn(shape.batch, shape.dim, dtype=dtype)
         self.device = device
+        self.case = case
 
     def step(self) -> None:
-        """Run forward and backward, to their end."""
+        """Run forward, backward and the gap, to their end."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.model(self.input).sum().backward()
+        if self.case.ahead:
+            self.model.prefetch_next_forward()
+        time.sleep(self.case.gap)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -127,7 +137,7 @@ def warm_up(*steps: Callable[[], None]) -> None:
 
 def shard(case: Case, link: Link, device: torch.device, bucket_bytes: int | None) -> Stack:
     """Return our model over a link, warmed up."""
-    stack = Stack(case.shape, device)
+    stack = Stack(case, device)
     processors = MULTIPROCESSORS if device.type == "cuda" else 0
     # On a GPU the baseline would otherwise move a whole collective's bytes in no time.
     moves_memory = link is not NO_TIME or device.type != "cuda"
@@ -200,7 +210,7 @@ def open_peer(case: Case, link: Link, device: torch.device) -> Iterator[Opened]:
         warnings.simplefilter("ignore")  # versions of torch deprecate some of these calls
         in_flight = reduce_inputs() if case.system == FSDP2_MODELLED else 0
         with simulated_group(case.world_size, link, reductions_in_flight=in_flight) as group:
-            stack = Stack(case.shape, device)
+            stack = Stack(case, device)
             wires = 1
             if case.system == FSDP1:
                 stack.model = shard_fsdp1(stack.model)

@@ -318,6 +318,7 @@ def test_whole_steps_have_a_host_overhead_for_each_system() -> None:
 # Columns of an overlap row that do not depend on the link.
 REAL_OF_OVERLAP = {
     *("sweep", "system", "transport", "link", "layers", "dim", "batch", "ratio", "prefetch"),
+    *("gap_us", "ahead"),
     *("bucket_bytes", "default_buckets", "buckets", "collectives", "compute_us"),
     "wires",
 }
@@ -393,6 +394,18 @@ def test_two_hosts_overlap_by_the_measured_ratio_and_each_batch_once() -> None:
         overlap_hosts.plot([row], "")
     panel = picture().__enter__()
     panel.plot.assert_called_once_with((3.16,), (1.0,), marker="o", label="unsharded")
+
+
+@pytest.mark.exhaustive
+def test_a_gap_may_hide_the_first_gather(tmp_path: Path) -> None:
+    _, rows = _run("overlap", tmp_path / "overlap.json", "--sweep", "ahead")
+    assert [(row["ahead"], row["gap_us"], row["collectives"]) for row in rows] == [
+        (False, 5000, 94),
+        (True, 5000, 94),
+    ]
+    for row, ends in zip(rows, (2, 1), strict=True):
+        assert row["simulated_hidden_by_hand"] == pytest.approx(1 - ends / 94, abs=1e-3)
+        assert row["simulated_hidden_at_most"] == pytest.approx(1 - ends / 94, abs=1e-2)
 
 
 @pytest.mark.exhaustive
