@@ -210,10 +210,14 @@ class NcclCommunicator final : public Communicator {
     watchdog_.watch_collective(stream, what());
   }
 
-  // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank.
+  // Makes room for `bytes` bytes of this rank, followed by as many bytes of every rank. Earlier
+  // exchanges may still use the buffer that is freed, since copies of pinned memory do not block.
   void grow_exchange_buffer(Stream& stream, std::size_t bytes) {
     if (exchange_bytes_ < bytes) {
-      exchange_ = device_.allocate(bytes * (static_cast<std::size_t>(options_.size) + 1));
+      const std::shared_ptr<void> larger =
+          device_.allocate(bytes * (static_cast<std::size_t>(options_.size) + 1));
+      stream.synchronize();
+      exchange_ = larger;
       exchange_bytes_ = bytes;
       order_after_compute(stream);
     }

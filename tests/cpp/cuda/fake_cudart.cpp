@@ -3,6 +3,9 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
 #include <set>
 #include <thread>
 #include <utility>
@@ -45,6 +48,30 @@ struct FakeEvent {
   bool has_time = false;
   Stamp reached{0};
 };
+
+// From cudaHostAlloc.
+class PinnedMemory {
+ public:
+  void add(const void* memory, std::size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_[static_cast<const char*>(memory)] = static_cast<const char*>(memory) + bytes;
+  }
+  void remove(const void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_.erase(static_cast<const char*>(memory));
+  }
+  bool has(const void* memory) {
+    const auto* address = static_cast<const char*>(memory);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto after = ends_.upper_bound(address);
+    return after != ends_.begin() && address < std::prev(after)->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const char*, const char*> ends_;  // by begin
+};
+PinnedMemory pinned;
 
 thread_local std::vector<FakeStream*> streams;  // each rank's thread has a GPU of its own
 std::atomic<unsigned long long> captures{0};
@@ -237,10 +264,12 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned int /*flags*/) {
   *memory = std::malloc(bytes);
+  fsdp::test::pinned.add(*memory, bytes);
   return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaFreeHost(void* memory) {
+  fsdp::test::pinned.remove(memory);
   std::free(memory);
   return cudaSuccess;
 }
@@ -249,11 +278,13 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t st
   fsdp::test::enqueue(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;
 }
-// As for memory that is not pinned, the copy is done when the call returns.
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind /*kind*/,
+// If the host's memory is not pinned, the copy is done when the call returns.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   fsdp::test::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
-  fsdp::test::synchronize(stream);
+  if (!fsdp::test::pinned.has(kind == cudaMemcpyHostToDevice ? from : to)) {
+    fsdp::test::synchronize(stream);
+  }
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
