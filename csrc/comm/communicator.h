@@ -46,8 +46,7 @@ struct GatherPart {
 };
 
 // Memory that is registered with a transport. All ranks make these calls together, except `holds`
-// and `count`. The communicator owns this object. Free inputs and outputs before the communicator.
-// Any thread may free shards and gradients, at any time.
+// and `count`. The communicator owns this object. Any thread may free the memory, at any time.
 class RegisteredMemory {
  public:
   // If registering is not possible, this is memory of the device.
@@ -60,8 +59,8 @@ class RegisteredMemory {
   virtual bool holds(const void* memory) const = 0;
   // The number of buffers that are registered now.
   virtual int count() const = 0;
-  // Frees buffers that no rank holds any more, if freeing them was put off: Note [order of windows]
-  // in comm/nccl/nccl_buffers.h.
+  // Frees memory that is no longer used, where that was put off: Note [unused buffers] in
+  // comm/nccl/nccl_buffers.h.
   virtual void free_unused() = 0;
   // The largest number that any rank passes, or `mine` if registering is not possible.
   virtual std::uint64_t most(std::uint64_t mine) = 0;

@@ -81,10 +81,11 @@ void Lane::drain() noexcept {
 
 void Lane::drain(Stream& stream) noexcept {
   try {
-    stream.record(*drained_);
-    while (!drained_->query()) {
+    const std::unique_ptr<Event> drained = device_.new_event();
+    stream.record(*drained);
+    while (!drained->query()) {
       try {
-        drained_->synchronize(timeout_, stream.name());
+        drained->synchronize(timeout_, stream.name());
       } catch (const TimeoutError&) {
         // The work still runs.
       }

@@ -76,7 +76,6 @@ class Lane {
       : device_(device),
         communicator_(std::move(communicator)),
         registered_(communicator_->registered_memory()),
-        drained_(device.new_event()),
         timeout_(device.timeout()),
         stream_(device.new_stream(name)) {
     communicator_->serve(*stream_);
@@ -114,7 +113,6 @@ class Lane {
   }
 
   // Allocates memory for collectives of this lane. All ranks call it together with the same size.
-  // The lane outlives the memory.
   std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) {
     return communicator_->allocate(device_, bytes, use);
   }
@@ -154,7 +152,7 @@ class Lane {
 
   // Waits until no issued work runs any more, because the memory it uses is about to be freed. The
   // wait has no timeout of its own: the backend gives up after its timeout. Errors were thrown to
-  // the code that waited for the work.
+  // the code that waited for the work. Any thread may call it, such as one that frees a model.
   void drain() noexcept;
 
  private:
@@ -167,7 +165,6 @@ class Lane {
   Device& device_;
   std::unique_ptr<Communicator> communicator_;
   RegisteredMemory* const registered_;  // of the communicator; may be null
-  std::unique_ptr<Event> drained_;
   std::chrono::milliseconds timeout_;
   CollectiveHistory history_;
   std::shared_ptr<FlightTape> flights_;

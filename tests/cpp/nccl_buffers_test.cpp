@@ -70,16 +70,29 @@ TEST_F(NcclRanks, LetBuffersOutliveThem) {
   EXPECT_EQ(fake().live_buffers, 0);
 }
 
-// It does not where no window is symmetric.
-TEST_F(NcclRanks, FreeInputsAndOutputsAtOnceIfTheOrderDoesNotMatter) {
+thread_local std::shared_ptr<void> freed_within_gather;
+
+// See Note [unused buffers]. Another thread frees a buffer while this one is in NCCL.
+TEST_F(NcclRanks, FreeBuffersOnTheThreadThatIssuesCollectives) {
+  fake().before_gather = [] {
+    std::thread([memory = std::move(freed_within_gather)]() mutable { memory.reset(); }).join();
+  };
   run_ranks(2, [](Rank rank) {
-    auto output = rank.gather.allocate(rank.device, 64, BufferUse::Output);
-    auto shard = rank.gather.allocate(rank.device, 64, BufferUse::Shard);
-    output.reset();
-    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
-    shard.reset();
-    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
+    const RegisteredMemory& registered = *rank.gather.registered_memory();
+    for (const BufferUse use : {BufferUse::Output, BufferUse::Shard}) {
+      freed_within_gather = rank.gather.allocate(rank.device, 64, use);
+      meet(rank.gather, rank.stream);
+      EXPECT_EQ(registered.count(), 1);
+      meet(rank.gather, rank.stream);
+      EXPECT_EQ(registered.count(), 0);
+    }
+    char gathered[2];
+    const GatherPart part{"x", gathered, 1};
+    rank.gather.allocate(rank.device, 64, BufferUse::Input);
+    rank.gather.all_gather_parts(rank.stream, {part, part});
+    EXPECT_EQ(registered.count(), 0);
   });
+  fake().before_gather = nullptr;
   EXPECT_EQ(fake().live_buffers, 0);
 }
 

@@ -142,6 +142,7 @@ class NcclCommunicator final : public Communicator {
 
   void gather_in_a_group(Stream& stream, Parts part, Parts end) {
     check();
+    buffers_.free_without_order();
     throw_on_error(api_.GroupStart(), "start a group");
     nccl::Result added = nccl::kSuccess;
     for (; part != end && added == nccl::kSuccess; ++part) {
@@ -205,6 +206,7 @@ class NcclCommunicator final : public Communicator {
   template <typename Call>
   void issue(Stream& stream, const Call& collective) {
     check();
+    buffers_.free_without_order();
     const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     throw_on_error(collective(stream.native_handle()), "launch a collective");
     watchdog_.watch_collective(stream, what());

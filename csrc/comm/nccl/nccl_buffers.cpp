@@ -46,7 +46,7 @@ std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
   const std::shared_ptr<void> guard = device_.make_current();
   free_unused();
   Buffer buffer = allocate_on_all_ranks(bytes, use);
-  std::shared_ptr<void> memory = hand_out(buffer, use);
+  std::shared_ptr<void> memory = hand_out(buffer);
   register_buffer(buffer);
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
@@ -73,33 +73,21 @@ NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes, Buffer
       "FSDP_EXT_NCCL_REGISTER=0 to allocate them with PyTorch's allocator."));
 }
 
-// See Note [order of windows].
-bool NcclBuffers::waits_for_all_ranks(BufferUse use) const {
-  const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
-  return is_of_users || path_.is_symmetric(use);
-}
-
-std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer, BufferUse use) {
+std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer) {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     shared_->held.emplace(static_cast<const char*>(buffer.memory), buffer);
   }
-  const auto put_back = [this, shared = shared_, waits = waits_for_all_ranks(use),
-                         free_apart = free_apart(buffer.owner)](void* memory) {
+  const auto put_back = [shared = shared_, free_apart = free_apart(buffer.owner)](void* memory) {
     std::unique_lock<std::mutex> lock(shared->mutex);
-    if (shared->closed) {  // this object may have ended
+    if (shared->closed) {  // NcclBuffers may have ended
       lock.unlock();
       free_apart(memory);
       return;
     }
     const Buffer freed = shared->held.extract(static_cast<const char*>(memory)).mapped();
-    if (waits && freed.is_registered()) {
-      shared->unused.emplace(freed.number, freed);
-      return;
-    }
-    lock.unlock();
-    this->synchronize();
-    deregister_and_free(freed);
+    shared->unused.emplace(freed.number, freed);
+    shared->any_without_order = shared->any_without_order || !freed.has_order();
   };
   return {buffer.memory, put_back};
 }
@@ -191,7 +179,27 @@ std::size_t NcclBuffers::bytes_left(const void* memory) const {
   return buffer.is_registered() && offset < buffer.bytes ? buffer.bytes - offset : 0;
 }
 
+void NcclBuffers::free_without_order() {
+  if (!shared_->any_without_order || device_.is_capturing()) {
+    return;
+  }
+  std::vector<Buffer> freed;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    for (auto next = shared_->unused.begin(); next != shared_->unused.end();) {
+      const auto buffer = next++;
+      if (!buffer->second.has_order()) {
+        freed.push_back(shared_->unused.extract(buffer).mapped());
+      }
+    }
+    shared_->any_without_order = false;
+  }
+  const std::shared_ptr<void> guard = device_.make_current();
+  deregister_and_free(freed);
+}
+
 void NcclBuffers::free_unused() {
+  free_without_order();
   std::vector<Buffer> freed;
   const std::vector<std::uint64_t> numbers = unused_on_all_ranks();
   {
@@ -201,12 +209,7 @@ void NcclBuffers::free_unused() {
       shared_->unused.erase(number);
     }
   }
-  if (!freed.empty()) {
-    synchronize();
-  }
-  for (const Buffer& buffer : freed) {
-    deregister_and_free(buffer);
-  }
+  deregister_and_free(freed);
 }
 
 // Returns the numbers of the buffers that no rank uses, in ascending order.
@@ -215,7 +218,9 @@ std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     for (const auto& [number, buffer] : shared_->unused) {
-      mine.push_back(number);
+      if (buffer.has_order()) {
+        mine.push_back(number);
+      }
     }
   }
   const std::vector<std::uint64_t> counts = exchange_({mine.size()}, kUnused);
@@ -326,13 +331,17 @@ bool NcclBuffers::deregister(const Buffer& buffer) {
   return result == nccl::kSuccess;
 }
 
-void NcclBuffers::deregister_and_free(const Buffer& buffer) {
-  if (deregister(buffer)) {
-    free(buffer);
-    return;
+void NcclBuffers::deregister_and_free(const std::vector<Buffer>& buffers) {
+  if (!buffers.empty()) {
+    synchronize();
   }
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  shared_->stuck.push_back(buffer);
+  for (const Buffer& buffer : buffers) {
+    if (deregister(buffer)) {
+      free(buffer);
+    } else {
+      stuck_.push_back(buffer);
+    }
+  }
 }
 
 // Private memory is freed when the last copy of its buffer is gone.

@@ -5,15 +5,18 @@
 // Symmetric windows need the same offset in NCCL's address space on all ranks, or a reduction in
 // the switch adds up other memory. NCCL assigns offsets as windows come and go (2.30,
 // dev_runtime.cc), so all ranks have to register and deregister in one order. But each rank frees a
-// buffer when its own garbage collector does, on any thread, and users hold shards and gradients as
-// long as they like. So freeing a buffer only puts it on a list. When ranks are together next, to
-// allocate, they deregister and free the buffers that are on the lists of all ranks, in the order
-// in which they were made. Closing the communicator deregisters all other buffers, which NCCL then
-// no longer knows.
+// buffer when its own garbage collector does, and users hold shards and gradients as long as they
+// like. So when ranks are together next, to allocate, they deregister and free the windows that no
+// rank uses, in the order in which they were made. The order of other buffers does not matter.
 //
-// The order of other buffers does not matter, so inputs and outputs among them are freed at once.
-// Shards and gradients still wait: any thread may free them, and calls of NCCL for one communicator
-// come from one thread at a time.
+// Note [unused buffers]
+// Any thread may free a buffer: the garbage collector frees a model on the thread that it happens
+// to run on, while another thread issues collectives of other models on the same communicator. But
+// NCCL has no lock around what a communicator has registered, and unmapping memory waits for the
+// whole device, which would break another thread's graph capture. So freeing a buffer only puts it
+// on a list. The thread that calls the communicator next deregisters and frees the buffer: when
+// ranks allocate or, if it is no window, before a collective outside a capture. Closing the
+// communicator deregisters all other buffers, which NCCL then no longer knows.
 #pragma once
 
 #include <atomic>
@@ -63,6 +66,8 @@ class NcclBuffers final : public RegisteredMemory {
   std::size_t bytes_left(const void* memory) const;
   int count() const override { return registered_; }
   void free_unused() override;
+  // Frees the unused buffers that are no windows. Ranks need not call it together.
+  void free_without_order();
   std::uint64_t most(std::uint64_t mine) override;
   // Before the communicator is closed.
   void close();
@@ -78,6 +83,8 @@ class NcclBuffers final : public RegisteredMemory {
     void* handle = nullptr;
 
     bool is_registered() const { return window != nullptr || handle != nullptr; }
+    // The same on all ranks. See Note [order of windows].
+    bool has_order() const { return is_symmetric && is_registered(); }
   };
 
   // State that the deleters of buffers share with this object, which they may outlive.
@@ -85,16 +92,15 @@ class NcclBuffers final : public RegisteredMemory {
     std::mutex mutex;
     bool closed = false;
     std::map<const char*, Buffer> held;
-    std::map<std::uint64_t, Buffer> unused;  // by number
-    std::vector<Buffer> stuck;               // NCCL could not deregister them; their memory stays
+    std::map<std::uint64_t, Buffer> unused;      // by number: Note [unused buffers]
+    std::atomic<bool> any_without_order{false};  // of those
   };
 
   // Whether all ranks pass true.
   bool all_agree(bool mine, const std::string& what);
   Buffer allocate_on_all_ranks(std::size_t bytes, BufferUse use);
   std::vector<std::uint64_t> unused_on_all_ranks();
-  std::shared_ptr<void> hand_out(const Buffer& buffer, BufferUse use);
-  bool waits_for_all_ranks(BufferUse use) const;
+  std::shared_ptr<void> hand_out(const Buffer& buffer);
   std::function<void(void*)> free_apart(std::shared_ptr<void> owner) const;
   Buffer try_to_allocate(std::size_t bytes, BufferUse use);
   Buffer try_once_to_allocate(std::size_t bytes, BufferUse use);
@@ -103,7 +109,7 @@ class NcclBuffers final : public RegisteredMemory {
   nccl::Result register_with_nccl(Buffer& buffer);
   nccl::Result register_window(Buffer& buffer);
   bool deregister(const Buffer& buffer);
-  void deregister_and_free(const Buffer& buffer);
+  void deregister_and_free(const std::vector<Buffer>& buffers);
   void free(const Buffer& buffer);
   void synchronize();
 
@@ -118,6 +124,7 @@ class NcclBuffers final : public RegisteredMemory {
   bool cannot_register_ = false;
   std::uint64_t allocated_ = 0;
   std::optional<Device::Allocator> private_allocator_;
+  std::vector<Buffer> stuck_;  // NCCL could not deregister them; their memory stays
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
