@@ -3,17 +3,34 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
 #include <string_view>
 
 #include "base/check.h"
 
 namespace fsdp {
 
+// The message for a GPU, the current one, that this build has no kernels for.
+inline std::string lacks_kernels() {
+  int device = 0;
+  int major = 0;
+  int minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return detail::concat("This build of fsdp_ext has no kernels for GPU ", device,
+                        ", whose compute capability is ", major, ".", minor,
+                        ". Build it with TORCH_CUDA_ARCH_LIST=", major, ".", minor, ".");
+}
+
 // Throws an error with CUDA's text unless the call has succeeded, and clears CUDA's record of the
 // last error. `call` is the source text of the call; the message names its function.
 inline void check_cuda(cudaError_t result, std::string_view call) {
   if (result != cudaSuccess) {
     cudaGetLastError();
+    if (result == cudaErrorNoKernelImageForDevice) {
+      throw Error(lacks_kernels());
+    }
     throw Error(detail::concat(call.substr(0, call.find('(')), " failed: ",
                                cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
   }

@@ -67,7 +67,10 @@ def describe_lane(settings: dict[str, int]) -> str:
 
 def nccl_settings() -> NcclSettings:
     """Return the settings of the environment."""
-    registers = os.environ.get(REGISTER, "1") not in ("0", "")
+    text = os.environ.get(REGISTER) or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"{REGISTER} is {text!r}. Pass 1 or 0, or unset it to register buffers.")
+    registers = text == "1"
     gather, reduce = (_settings_of_lane(variable) for variable in OF_LANES.values())
     if reduce.get("cta_policy") == POLICIES["zero"]:
         raise ValueError(

@@ -65,6 +65,21 @@ def test_a_variable_of_another_form_says_what_may_be_in_it(
         nccl_settings()
 
 
+@pytest.mark.parametrize(("text", "registers"), [("0", False), ("1", True), ("", True)])
+def test_registration_may_be_turned_off(
+    monkeypatch: pytest.MonkeyPatch, text: str, registers: bool
+) -> None:
+    monkeypatch.setenv("FSDP_EXT_NCCL_REGISTER", text)
+    assert nccl_settings().registers_buffers == registers
+
+
+@pytest.mark.parametrize("text", ["false", "off", "no", "2"])
+def test_registration_is_not_left_on_by_a_word(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FSDP_EXT_NCCL_REGISTER", text)
+    with pytest.raises(ValueError, match=rf"FSDP_EXT_NCCL_REGISTER is '{text}'\. Pass 1 or 0"):
+        nccl_settings()
+
+
 def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REDUCE, "min_ctas=9,max_ctas=8")
     with pytest.raises(ValueError, match="a larger min_ctas than max_ctas"):

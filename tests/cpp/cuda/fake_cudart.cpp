@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "device/cuda_check.h"
 #include "device/cuda_transfer.h"
 #include "device/host_clock.h"
 #include "device/host_stream.h"
@@ -160,6 +161,10 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : 5;
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t /*error*/) { return "what CUDA says"; }
@@ -302,7 +307,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 
 namespace fsdp {
 
-void load_transfer_kernels() {}
+void load_transfer_kernels() { FSDP_CUDA_CHECK(test::kernels_loaded); }
 
 void launch_transfer(cudaStream_t stream, std::chrono::nanoseconds duration,
                      const std::vector<Move>& moves, int /*multiprocessors*/) {

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +15,9 @@ namespace fsdp::test {
 
 // Runs work of a test in order of a stream, or captures it.
 void enqueue(void* stream, std::function<void()> work);
+
+// The result of loading kernels.
+inline std::atomic<cudaError_t> kernels_loaded{cudaSuccess};
 
 cudaStream_t new_stream(const std::string& name);
 void synchronize(cudaStream_t stream);
