@@ -392,11 +392,13 @@ class Rank {
     }
   }
 
-  std::vector<CallId> forward() {
+  // `entered` is called with each unit's number before its kernels.
+  std::vector<CallId> forward(const std::function<void(int)>& entered = [](int) {}) {
     std::vector<CallId> calls(units.size(), kNoCall);
     pipeline->begin_forward();
     for (std::size_t i = 0; i < units.size(); ++i) {
       pipeline->pre_forward(static_cast<int>(i));
+      entered(static_cast<int>(i));
       units[i]->read_parameters();
       if (i > 0) {
         calls[i] = pipeline->post_forward(static_cast<int>(i));

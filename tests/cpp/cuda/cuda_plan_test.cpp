@@ -1,0 +1,37 @@
+// Memory that is planned again while streams are late, which still use the ring of the plan before.
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "stream_ranks.h"
+
+namespace fsdp::test {
+namespace {
+
+// The allocator orders the ring by the stream on which it was planned, and not by another one that
+// has become the compute stream.
+TEST(CudaPlan, TheRingIsFreedAfterItsReaders) {
+  fake().register_result = 3;
+  on_ranks({2, 300}, [](Rank& rank, int) {
+    rank.lanes->gather.allocate(64, BufferUse::Output);  // fails to register, so no other tries
+    for (int step = 0; step < 2; ++step) {
+      rank.step(1.0F, 1.0F);
+    }
+    synchronize(compute_stream);
+    rank.side_stream = new_stream("another");
+    const OnStream on(rank.side_stream);
+    rank.forward([&rank](int unit) {
+      if (unit == 4) {
+        rank.lanes->device->delay(rank.lanes->device->compute_stream(),
+                                  std::chrono::milliseconds(20));
+      }
+    });
+    rank.pipeline->options().prefetch_depth = 2;
+    rank.forward();
+    synchronize(compute_stream);
+  });
+  fake().register_result = 0;
+}
+
+}  // namespace
+}  // namespace fsdp::test
