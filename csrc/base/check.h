@@ -19,6 +19,12 @@ class TimeoutError : public Error {
   using Error::Error;
 };
 
+// An allocation found too little memory. Python gets a torch.OutOfMemoryError.
+class OutOfMemory : public Error {
+ public:
+  using Error::Error;
+};
+
 inline constexpr const char* kNeedsCudaBuild =
     "This is a CPU build of fsdp_ext. Install a CUDA build, or use a mesh of device type 'cpu'.";
 

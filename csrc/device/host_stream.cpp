@@ -133,8 +133,10 @@ class HostDevice final : public Device {
     constexpr std::size_t kCacheLine = 64;
     const std::size_t rounded = (bytes / kCacheLine + 1) * kCacheLine;
     void* memory = rounded > bytes ? std::aligned_alloc(kCacheLine, rounded) : nullptr;
-    FSDP_CHECK(memory != nullptr, "The host has too little memory to allocate ", bytes,
-               " bytes. Use more ranks or smaller units.");
+    if (memory == nullptr) {
+      throw OutOfMemory(detail::concat("The host has too little memory to allocate ", bytes,
+                                       " bytes. Use more ranks or smaller units."));
+    }
     return {memory, &std::free};
   }
 

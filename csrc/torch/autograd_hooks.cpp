@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "torch/out_of_memory.h"
 #include "torch/torch_unit.h"
 
 namespace fsdp {
@@ -50,7 +51,7 @@ struct PreBackwardHook final : NotCompiled<torch::autograd::FunctionPreHook> {
 
   variable_list operator()(const variable_list& gradients) override {
     if (const auto unit = kept.unit.lock()) {
-      unit->on_pre_backward(call, node);
+      with_torch_errors([&] { unit->on_pre_backward(call, node); });
     }
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
       kept.owner.reset();
@@ -70,7 +71,7 @@ struct GradientHook final : NotCompiled<torch::autograd::PostAccumulateGradHook>
 
   void operator()(const at::Tensor& /*parameter*/) override {
     if (const auto to = unit.lock()) {
-      to->on_gradient(trainable);
+      with_torch_errors([&] { to->on_gradient(trainable); });
     }
   }
 
@@ -83,7 +84,7 @@ struct ShardedHook final : NotCompiled<torch::autograd::FunctionPreHook> {
 
   variable_list operator()(const variable_list& gradients) override {
     if (const auto of = unit.lock()) {
-      of->before_change_of_gradients();
+      with_torch_errors([&] { of->before_change_of_gradients(); });
     }
     return gradients;
   }
@@ -103,7 +104,7 @@ struct PostBackwardNode final : InputNode {
 
   variable_list apply(variable_list&& gradients) override {
     if (const auto unit = kept.unit.lock()) {
-      unit->on_post_backward(call);
+      with_torch_errors([&] { unit->on_post_backward(call); });
     }
     return std::move(gradients);
   }

@@ -23,7 +23,7 @@ std::shared_ptr<void> allocate(int device, std::size_t bytes, void* stream) {
                 bytes, static_cast<cudaStream_t>(stream)),
             [](void* memory) { c10::cuda::CUDACachingAllocator::raw_delete(memory); }};
   } catch (const c10::OutOfMemoryError& error) {
-    throw Error(detail::concat(
+    throw OutOfMemory(detail::concat(
         "The GPU has too little memory for ", bytes,
         " more bytes of shards, gradients or buffers. Call fully_shard on smaller modules, or use "
         "more ranks or a smaller batch. (",

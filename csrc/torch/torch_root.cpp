@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "core/record/flight_recorder.h"
 #include "torch/dtype.h"
+#include "torch/out_of_memory.h"
 #include "torch/profiler_range.h"
 #include "torch/with_python.h"
 
@@ -263,7 +264,7 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
   begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(), graph_calls_.current(node));
   auto guard = std::make_shared<BackwardGuard>(shared_from_this(), passes().number());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] {
-    guard->root->end_backward();
+    with_torch_errors([&] { guard->root->end_backward(); });
     guard->ended = true;
   });
 }

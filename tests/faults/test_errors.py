@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +20,12 @@ from support.stacks import TRANSPORTS
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
 from fsdp_ext.sharding.api.arguments import check_device_type
+from fsdp_ext.sharding.root.agreement import _is_out_of_memory
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -48,6 +52,48 @@ def test_sharding_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     with raises(RuntimeError, "needs an initialised process group", "init_process_group"):
         fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+
+class Sum(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
+@contextlib.contextmanager
+def _room_for(more: int) -> Iterator[None]:
+    """Let this process have only so many more bytes of memory."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _too_little_memory() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(Sum(1))(torch.ones(1))  # makes the lanes
+    model: Any = fully_shard(Sum(1 << 25), mp_policy=policy)
+    # There is room for a flat gradient of 128 MiB, but not for another slot of 64 MiB.
+    with _room_for(160 << 20), raises(torch.OutOfMemoryError, "has too little memory to allocate"):
+        model(torch.ones(1))
+    with _room_for(16 << 20), pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 26)
+    assert _is_out_of_memory(of_torch.value)
+    model.set_requires_gradient_sync(False)
+    loss = model(torch.ones(1)).sum()
+    # There is room for a gradient of 64 MiB, but not for an accumulated one of 128 MiB.
+    with _room_for(100 << 20), raises(torch.OutOfMemoryError, "has too little memory to allocate"):
+        loss.backward()
+
+
+def test_too_little_memory_is_pytorchs_error() -> None:
+    run_ranks(_too_little_memory, 1, fresh=True)
 
 
 def _default_group() -> None:

@@ -65,7 +65,7 @@ NcclBuffers::Buffer NcclBuffers::allocate_on_all_ranks(std::size_t bytes, Buffer
     freed.release();
     return buffer;
   }
-  throw Error(detail::concat(
+  throw OutOfMemory(detail::concat(
       is_allocated ? "Another rank" : "NCCL", " could not allocate ", bytes,
       " more bytes of GPU memory for buffers of collectives",
       is_allocated ? "" : ": " + api_.describe(comm_, nccl::kUnhandledCudaError),

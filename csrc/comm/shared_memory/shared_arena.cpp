@@ -148,9 +148,9 @@ std::size_t Arena::allocate_range(std::size_t bytes) {
     }
     return offset;
   }
-  throw Error(detail::concat("A rank needs ", bytes, " more bytes of shared memory, but the ",
-                             reserved_ >> 30,
-                             " GiB that it can have are in use. Use more ranks or smaller units."));
+  throw OutOfMemory(detail::concat(
+      "A rank needs ", bytes, " more bytes of shared memory, but the ", reserved_ >> 30,
+      " GiB that it can have are in use. Use more ranks or smaller units."));
 }
 
 // Without this, a lack of memory would be a SIGBUS in whichever process first touches a page.
@@ -161,8 +161,8 @@ void Arena::populate_pages(std::size_t offset, std::size_t bytes) const {
   }
   const int error = errno == EFAULT ? ENOMEM : errno;  // EFAULT stands for the SIGBUS
   free_pages(offset, bytes);                           // some may have been populated
-  throw Error(detail::concat("A rank needs ", bytes, " more bytes of shared memory: ",
-                             std::strerror(error), ". Use more ranks or smaller units."));
+  throw OutOfMemory(detail::concat("A rank needs ", bytes, " more bytes of shared memory: ",
+                                   std::strerror(error), ". Use more ranks or smaller units."));
 }
 
 // Frees the pages and keeps the file's size. A late peer may still map the file after this rank has

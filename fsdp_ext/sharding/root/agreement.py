@@ -102,5 +102,5 @@ def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
 
 def _is_out_of_memory(error: Exception) -> bool:
     # torch's allocator on the host raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp).
-    on_host = isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return on_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
