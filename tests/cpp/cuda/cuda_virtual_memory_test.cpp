@@ -188,6 +188,7 @@ TEST_F(PrivateMemory, MayOutliveItsCommunicator) {
                      [&](const Lane& lane) {
                        auto memory = lane.allocate(lane.reduce, BufferUse::Input);
                        const auto freed = lane.allocate(lane.reduce, BufferUse::Input).get();
+                       lane.reduce.registered_memory()->free_unused();
                        EXPECT_FALSE(fake_driver().mapping_at(freed).has_value());
                        const std::lock_guard<std::mutex> lock(mutex);
                        kept.push_back(std::move(memory));
