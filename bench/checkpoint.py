@@ -17,10 +17,11 @@ same round. A forward and backward before the step would overlap the copies, so 
 wait. "total" ends when the checkpoint is complete, and includes the step.
 
 The slowest rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how
-much the peak of a rank's resident memory rose. "a step" is one step of training, for comparison.
-All ranks but the last one save and load; "load by more ranks" loads the same files on all of them.
-With --ranks 1, one rank saves and loads, and "load by more ranks" is left out. --device cuda needs
---ranks 1, and its --quick measures the model of 21 M parameters.
+much the peak of a rank's resident memory rose, also in the first round, which warms up. "a step" is
+one step of training, for comparison. All ranks but the last one save and load; "load by more ranks"
+loads the same files on all of them. With --ranks 1, one rank saves and loads, and "load by more
+ranks" is left out. --device cuda needs --ranks 1, and its --quick measures the model of 21 M
+parameters.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ def rows_of(
     results: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in calls}
     steps = []
     if training is not None:
-        for repeat in range(repeats + 1):  # the first one warms up
+        for _ in range(1 + repeats):  # the first one warms up
             dist.barrier(group=savers)
             start = time.perf_counter()
             training.backward()
@@ -306,20 +307,19 @@ def rows_of(
                     drop_from_cache(place)
                 dist.barrier(group=savers)
                 taken = timed(partial(call, training, place), training, stepped - computed)
-                if repeat:
-                    results[system, action].append(taken)
+                results[system, action].append(taken)
     dist.barrier()
     if world.size() > 1:
         more = Training(config, world, device)
         for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
             key = (system, "load by more ranks")
             results[key] = []
-            for _ in range(repeats):
+            for _ in range(1 + repeats):
                 drop_from_cache(directory / system)
                 dist.barrier()
                 results[key].append(timed(partial(call, more, directory / system), more))
     if training is not None and dist.get_rank() == 0:
-        yield from as_rows(results, training.nbytes, device, steps[1:])
+        yield from as_rows(results, training.nbytes, device, steps)
 
 
 def timed(call: Callable[[], Saving | None], training: Training, step_alone: float = 0.0) -> Any:
@@ -368,14 +368,17 @@ def as_rows(
     device: torch.device,
     steps: list[float],
 ) -> Iterator[dict[str, Any]]:
-    """Return the rows of one size of model."""
+    """Return the rows of one size of model.
+
+    The first round, which warms up, counts only for memory: what it allocates may be kept.
+    """
     plain = {
-        action: Timing.of([total for _, total, _ in results["plain", action]]).median
+        action: Timing.of([total for _, total, _ in results["plain", action][1:]]).median
         for action in ("save", "load", "export")
     }
     weights = nbytes // 3
     for (system, action), taken in results.items():
-        blocked, total, rose = zip(*taken, strict=True)
+        blocked, total, _ = zip(*taken[1:], strict=True)
         kind = next(kind for kind in plain if kind in action)
         moved = weights if kind == "export" else nbytes
         yield {
@@ -388,8 +391,8 @@ def as_rows(
             "total_us": as_microseconds(Timing.of(total)),
             "bytes_per_second": moved / Timing.of(total).median,
             "of_plain": plain[kind] / Timing.of(total).median,
-            "memory_bytes": max(rose),
-            "step_us": as_microseconds(Timing.of(steps)),
+            "memory_bytes": max(rose for _, _, rose in taken),
+            "step_us": as_microseconds(Timing.of(steps[1:])),
         }
 
 

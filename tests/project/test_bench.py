@@ -202,6 +202,16 @@ def test_checkpoints_are_timed_beside_those_of_torch(tmp_path: Path) -> None:
     assert "of plain" in printed
 
 
+def test_the_first_round_of_checkpoints_counts_only_for_memory() -> None:
+    rounds = [(9.0, 9.0, 7.0), (1.0, 2.0, 3.0), (1.0, 2.0, 4.0)]
+    results = {("plain", action): rounds for action in ("load", "export", "save")}
+    *_, row = checkpoint.as_rows(results, 12, torch.device("cpu"), [9.0, 3.0, 3.0])
+    assert row["memory_bytes"] == 7
+    medians = [row[key]["median"] for key in ("blocked_us", "total_us", "step_us")]
+    assert medians == [1e6, 2e6, 3e6]
+    assert row["bytes_per_second"] == 6
+
+
 def _blocked_by_slow_copies(directory: Path, delay: float) -> list[float]:
     cpu, group = torch.device("cpu"), dist.group.WORLD
     assert group is not None
