@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import mmap
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,7 @@ from fsdp_ext.comm.transports import gathering_device, timeout_of
 from fsdp_ext.optim.state_entries import over
 
 _LARGE = 1 << 20  # bytes
+_HUGE_PAGE = 2 << 20  # bytes
 _HOST = torch.device("cpu")
 
 
@@ -71,13 +74,19 @@ def new_tensor(
     """Return a new tensor.
 
     A large tensor on the host has memory that the system maps, and gets back when it is freed.
-    glibc's heap would keep the holes that tensors leave, and grow by about a unit for each one.
+    glibc's heap would keep the holes that tensors leave, and grow by about a unit for each one. The
+    memory begins at a huge page, because faults of small pages would take as long as a gather.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < _LARGE:
         return torch.empty(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # the system may have no huge pages
+        # Only the whole ones, so that a tensor takes no more memory than it needs.
+        pages.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+    count = math.prod(shape)
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=begin).view(shape)
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import export, stream, stream_weights
+from fsdp_ext.checkpoint.transfers import new_tensor
 from fsdp_ext.comm.rendezvous import waiting
 
 
@@ -188,6 +190,35 @@ def test_each_unit_has_one_gather_which_is_in_flight_while_the_unit_before_is_us
 
 
 # - A rank that stops
+
+
+def flags_of(tensor: Tensor) -> list[str]:
+    """Return how the system maps a tensor's memory."""
+    is_mapped_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            low, high = (int(address, 16) for address in key.split("-"))
+            is_mapped_here = low <= tensor.data_ptr() < high
+        elif key == "VmFlags:" and is_mapped_here:
+            return values
+    raise AssertionError("the tensor is not in the process's memory")
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_a_large_tensor_has_new_memory_in_huge_pages(
+    has_huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_huge_pages and not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no huge pages")
+    if not has_huge_pages:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # the system refuses it
+    for nbytes in (1 << 20, 5 << 20):
+        tensor = new_tensor((nbytes // 2,), torch.bfloat16).fill_(1)
+        assert tensor.untyped_storage().nbytes() == nbytes
+        assert tensor.data_ptr() % (2 << 20) == 0
+        assert ("hg" in flags_of(tensor)) == (has_huge_pages and nbytes > 2 << 20)
+        assert tensor.sum() == nbytes // 2
 
 
 def _stops_early() -> None:
