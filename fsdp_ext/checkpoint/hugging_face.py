@@ -253,6 +253,7 @@ class _Export:
             self._writer.add(name, tensor.to(self._files[file][name].dtype))
             if name in self._last:
                 self._writer.finish()
+                self._writer.flush()
                 self.close()
         except Exception as error:
             self._error = error

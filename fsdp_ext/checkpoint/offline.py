@@ -60,8 +60,9 @@ def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
             files = {}
             for kind, content in contents.items():
                 path = folder / f"{kind}-00000.safetensors"
-                writer = Writer(path, whole_parts(content.tensors), content.tree)
-                files[kind] = writer.write(one_by_one(content.tensors))
+                with Writer(path, whole_parts(content.tensors), content.tree) as writer:
+                    files[kind] = writer.write(one_by_one(content.tensors))
+                    writer.flush()
             write_index(folder, [files], {})
             return directories.commit(folder)
         except BaseException:

@@ -183,13 +183,18 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, share_work: bool) 
         )
     files = {}
     elements = 0
-    for name, kind in snapshot.kinds.items():
-        boxes = without_others(kind.boxes) if share_work and name != "extra" else kind.boxes
-        path = folder / f"{name}-{rank:05}.safetensors"
-        writer = Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree)
-        files[name] = writer.write((key, box.tensor) for key, box in boxes.items())
-        if name != "extra":
-            elements += sum(box.tensor.numel() for box in boxes.values())
+    writers = []
+    with contextlib.ExitStack() as opened:
+        for name, kind in snapshot.kinds.items():
+            boxes = without_others(kind.boxes) if share_work and name != "extra" else kind.boxes
+            path = folder / f"{name}-{rank:05}.safetensors"
+            writer = Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree)
+            writers.append(opened.enter_context(writer))
+            files[name] = writer.write((key, box.tensor) for key, box in boxes.items())
+            if name != "extra":
+                elements += sum(box.tensor.numel() for box in boxes.values())
+        for writer in writers:  # at the end, so that the disk writes one file beside the next
+            writer.flush()
     return {"files": files, "elements": elements}
 
 

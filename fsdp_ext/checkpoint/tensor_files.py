@@ -205,25 +205,28 @@ class Writer:
         self._checksums[name] = "".join(checksums)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int, str]:
-        """Add all tensors, finish the file as :meth:`finish` does, and close it."""
-        with self:
-            for name, tensor in tensors:
-                self.add(name, tensor)
-            return self.finish()
+        """Add all tensors, and finish the file as :meth:`finish` does."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
+        return self.finish()
 
     def finish(self) -> tuple[str, int, str]:
-        """Write the header, and flush the file to the disk.
+        """Write what remains, and the header.
 
         Returns:
             the file's name and size, and the checksum of its header.
         """
-        self._flush()
+        self._write_pending()
         header = self._header().ljust(self._start)
         header = _LENGTH.pack(self._start - _LENGTH.size) + header[_LENGTH.size :]
         with naming(self._path):
             disk.write(self._file, [memoryview(header)], 0)
-            disk.flush(self._file)
         return self._path.name, self._position, checksum(header)
+
+    def flush(self) -> None:
+        """Wait until the disk has the finished file."""
+        with naming(self._path):
+            disk.flush(self._file)
 
     def close(self) -> None:
         os.close(self._file)
@@ -238,9 +241,9 @@ class Writer:
         self._pending.append(memory)
         self._nbytes += len(memory)
         if self._nbytes >= _WRITE or len(self._pending) >= _BUFFERS:
-            self._flush()
+            self._write_pending()
 
-    def _flush(self) -> None:
+    def _write_pending(self) -> None:
         if self._pending:
             with naming(self._path):
                 disk.write(self._file, self._pending, self._position)

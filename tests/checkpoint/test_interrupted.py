@@ -117,10 +117,14 @@ def test_a_process_that_is_killed_at_any_change_of_the_disk(tmp_path: Path, half
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss of power after the rename must not lose a part of the checkpoint."""
+    """A loss of power after the rename must not lose a part of the checkpoint.
+
+    Files are flushed when all are written, so that the disk writes one while the next one is made.
+    """
     create, write, rename, fsync = disk.create, disk.write, disk.rename, os.fsync
     unflushed: set[Path] = set()  # files with data, and directories with names
     at_rename = []
+    changes: list[str] = []  # of the files that have tensors
 
     def path_of(file: int) -> Path:
         return Path(os.readlink(f"/proc/self/fd/{file}"))
@@ -131,6 +135,7 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
 
     def note_write(file: int, buffers: list[memoryview], position: int) -> None:
         unflushed.add(path_of(file))
+        changes.extend(["write"] if path_of(file).suffix == ".safetensors" else [])
         write(file, buffers, position)
 
     def note_rename(path: Path, target: Path) -> None:
@@ -140,6 +145,7 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
 
     def note_flush(file: int) -> None:
         fsync(file)
+        changes.extend(["flush"] if path_of(file).suffix == ".safetensors" else [])
         unflushed.discard(path_of(file))
 
     monkeypatch.setattr(disk, "create", note_create)
@@ -148,6 +154,7 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", note_flush)
     checkpoint.save(tmp_path, *made(1.0), {"step": 1})
     assert at_rename == [[]]
+    assert changes == ["write"] * changes.count("write") + ["flush"] * 3
     assert not unflushed
 
 
