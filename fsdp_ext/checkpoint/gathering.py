@@ -1,15 +1,18 @@
-"""Whole tensors for an export, each gathered only to the rank that writes it."""
+"""What each rank writes of an export: its own rows, and tensors that are gathered to it."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from fsdp_ext.checkpoint.boxes import own_boxes, without_others
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.transfers import (
     as_bytes,
@@ -17,37 +20,87 @@ from fsdp_ext.checkpoint.transfers import (
     full_tensor,
     mesh_of,
     new_tensor,
+    sharded_dims,
     shared,
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.transports import gathering_device
+from fsdp_ext.optim.state_entries import local_of
 
 T = TypeVar("T")
 
 _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is larger
 
 
-def gathered(
+class Piece(NamedTuple):
+    """Some elements of a tensor that follow one another.
+
+    Attributes:
+        name: the tensor's.
+        first: the number of the first element.
+        tensor: the elements.
+    """
+
+    name: str
+    first: int
+    tensor: torch.Tensor
+
+
+def own_pieces(
+    weights: Mapping[str, Weight],
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+    files: Sequence[Sequence[str]],
+    are_shared: bool,
+) -> Iterator[Piece]:
+    """Yield what this rank writes. All ranks iterate.
+
+    The caller casts it to ``dtype``, since an error here would leave other ranks waiting.
+
+    Args:
+        weights: the weights, by name.
+        dtype: the dtype that floating-point tensors are to have; None for that of the sharded
+            parameters.
+        ranks: the ranks that write.
+        files: the names in each file.
+        are_shared: whether all ranks may write each file. If not, or if a rank's part is not some
+            rows, a tensor is gathered to the rank that owns its file.
+    """
+    in_rows = {name for name, weight in weights.items() if are_shared and _is_in_rows(weight)}
+    of_ranks = {name: weights[name].tensor for name in in_rows}
+    boxes = without_others(own_boxes(of_ranks, ranks.rank, ranks.size))
+    begin = ranks.rank * len(files) // ranks.size  # each rank begins with another file
+    for name in itertools.chain(*files[begin:], *files[:begin]):
+        if name in boxes:
+            box = boxes[name]
+            first = box.offset[0] * math.prod(box.whole[1:]) if box.whole else 0
+            yield Piece(name, first, box.tensor)
+    rest = {name: weight for name, weight in weights.items() if name not in in_rows}
+    files_of_rest = [[name for name in file if name in rest] for file in files]
+    yield from _gathered(rest, files_of_rest, dtype, ranks)
+
+
+def _is_in_rows(weight: Weight) -> bool:
+    """Return whether each rank has some rows of a weight, or all of it. All ranks agree on it."""
+    tensor = weight.tensor
+    if not sharded_dims(tensor):
+        return type(local_of(tensor)) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    travels = shared(tensor)
+    return travels is not None and travels[1] == 0
+
+
+def _gathered(
     weights: Mapping[str, Weight],
     files: Sequence[Iterable[str]],
     dtype: torch.dtype | None,
     ranks: Ranks,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of this rank's files, in their order. All ranks iterate.
+) -> Iterator[Piece]:
+    """Yield the whole tensors of this rank's files, in their order. All ranks iterate.
 
-    The caller casts them to ``dtype``, since an error here would leave other ranks waiting.
-
-    Rank r writes the files r, r + size, and so on. All ranks write at the same time: a step gathers
+    Rank r owns the files r, r + size, and so on. All ranks write at the same time: a step gathers
     the next few tensors of one file of each rank. While a rank writes the tensors of one step, the
-    next step is in flight.
-
-    Args:
-        weights: the weights, by name.
-        files: the names in each file.
-        dtype: the dtype that floating-point tensors are to have; None for that of the sharded
-            parameters. They are sent in it if it is smaller.
-        ranks: the ranks that write.
+    next step is in flight. Tensors are sent in ``dtype`` if it is smaller.
     """
     call_roll(weights.values(), "export")
     _connect(weights.values())
@@ -118,7 +171,7 @@ class _Step:
 
     Args:
         targets: the tensors.
-        dtype, ranks: as :func:`gathered` has them.
+        dtype, ranks: as :func:`own_pieces` has them.
     """
 
     @torch.inference_mode(False)
@@ -165,7 +218,7 @@ class _Step:
                 self._copies.append((part, arriving))
             transfers.append(dist.P2POp(dist.irecv, as_bytes(arriving), rank, group))
 
-    def land(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def land(self) -> Iterator[Piece]:
         """Wait, and yield the tensors that this rank writes."""
         self._finish()
         for target in self._targets:
@@ -173,7 +226,7 @@ class _Step:
             if shared(target.weight.tensor) is None:
                 whole = full_tensor(target.weight, self._dtype)  # all ranks gather it
             if whole is not None and target.writer == self._me:
-                yield target.name, whole
+                yield Piece(target.name, 0, whole)
 
     @torch.inference_mode(False)
     @torch.no_grad()

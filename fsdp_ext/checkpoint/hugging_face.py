@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ext._util.files import write_text
+from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.directory import make
-from fsdp_ext.checkpoint.gathering import cut, gathered
+from fsdp_ext.checkpoint.gathering import Piece, cut, own_pieces
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
-from fsdp_ext.checkpoint.tensor_files import NAMES, Part, Writer, digest
+from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
 from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
+from fsdp_ext.comm.rendezvous import machine
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,10 +52,11 @@ def export(
 ) -> None:
     """Write a model's weights in the layout of Hugging Face, for ``from_pretrained`` and engines.
 
-    All ranks of the model call this, and the directory is the same for all. The ranks share the
-    files and write at the same time. Each tensor is gathered only to the rank that writes it.
-    Beside its shards, a rank needs the memory of the two largest tensors, or 32 MiB if that is
-    more. A tied parameter is written once. A model of transformers gets its ``config.json``, too.
+    All ranks of the model call this, and the directory is the same for all. The ranks write at the
+    same time. If all of them are on one host, each writes its own rows. Otherwise they share the
+    files, and each tensor is gathered only to the rank that writes it. Beside its shards, a rank
+    then needs the memory of the two largest tensors, or 32 MiB if that is more. A tied parameter is
+    written once. A model of transformers gets its ``config.json``, too.
 
     An export that is interrupted leaves files with partial names, which the next one removes. An
     older export in the directory is replaced when the new one is written.
@@ -70,8 +73,9 @@ def export(
         OSError: if a file cannot be written.
         RuntimeError: if another rank failed, and as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
-        ValueError: if ``max_shard_size`` is no size, the model has no weights, or ranks differ in
-            what they export, such as pipeline stages.
+        ValueError: if ``max_shard_size`` is no size, the model has no weights, ranks differ in what
+            they export, such as pipeline stages, or the process group lacks ranks that have some of
+            the weights.
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
@@ -85,7 +89,7 @@ def export(
     write_files(
         Path(directory),
         parts,
-        lambda files: gathered(weights, files, dtype, ranks),
+        partial(own_pieces, weights, dtype, ranks),
         max_shard_size,
         ranks,
         partial(_write_config, model),
@@ -95,7 +99,7 @@ def export(
 def write_files(
     directory: Path,
     parts: Layout,
-    tensors: Callable[[list[Layout]], Iterable[tuple[str, torch.Tensor]]],
+    pieces: Callable[[list[list[str]], bool], Iterable[Piece]],
     max_shard_size: int | str,
     ranks: Ranks,
     write_more: Callable[[Path, Layout], object] | None = None,
@@ -105,30 +109,36 @@ def write_files(
     Args:
         directory: where to.
         parts: the tensors' dtypes and shapes, by name.
-        tensors: returns the tensors of this rank's files in the same order. They may have other
-            dtypes than the parts, and are cast. Its argument lists the parts of each file.
+        pieces: returns what this rank writes. It may have other dtypes than the parts, and is cast.
+            Its arguments are the names in each file, and whether all ranks may write each file.
+            If not, rank r writes the files r, r + size, and so on.
         max_shard_size: as in :func:`export`.
-        ranks: the ranks that write. Rank r writes the files r, r + size, and so on.
+        ranks: the ranks that write.
         write_more: writes what else belongs there into another directory, on rank 0.
     """
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
     _prepare(directory, files, ranks)
-    own = {name: p for i, (name, p) in enumerate(files.items()) if i % ranks.size == ranks.rank}
-    writing = _Export(directory, own)
+    own = [name for i, name in enumerate(files) if i % ranks.size == ranks.rank]
+    writing = _Export(directory, files)
 
-    def begin_renaming() -> None:
+    def begin_renaming(written: list[int]) -> None:
+        missing = sum(part.nbytes for part in parts.values()) - sum(written)
+        if missing > 0:
+            raise ValueError(
+                f"export found all but {missing} bytes of the model on these ranks. Pass a "
+                "process_group= of all ranks of the model's meshes."
+            )
         if write_more is not None:
             write_more(directory / _CONFIG, parts)  # may raise, so it comes first
         # The directory has no index while names change. A single file is replaced by renaming.
         _remove(directory, INDEX, *({SINGLE} - files.keys()))
 
     try:
-        with ranks.together("export", begin_renaming), contextlib.closing(writing):
-            for name, tensor in tensors(list(files.values())):
-                writing.add(name, tensor)
-                del tensor  # before the next gather needs memory
-            writing.check()
+        with contextlib.closing(writing):
+            are_shared = ranks.agree_on("export", lambda: writing.create(own), _are_one)
+            to_write = pieces([[*names] for names in files.values()], are_shared)
+            ranks.agree_on("export", lambda: writing.write(to_write), begin_renaming)
         with ranks.together("export", partial(_finish, directory, files)):
             for name in own:
                 disk.rename(directory / (name + _PARTIAL), directory / name)
@@ -224,50 +234,98 @@ def _prepare(directory: Path, files: dict[str, Layout], ranks: Ranks) -> None:
 
 
 class _Export:
-    """This rank's files, written as their tensors come. An error waits for the end.
+    """Files that ranks write in pieces. An error waits for the end.
 
     Other ranks need this one in their gathers, so it goes on without writing.
 
     Args:
         directory: where to.
-        files: the tensors of each file that this rank writes, in the order in which they come.
+        files: the tensors of each file.
     """
 
     def __init__(self, directory: Path, files: dict[str, Layout]) -> None:
         self._directory = directory
+        self._parts = {name: part for parts in files.values() for name, part in parts.items()}
         self._file_of = {name: file for file, parts in files.items() for name in parts}
-        self._last = {next(reversed(parts)) for parts in files.values()}
-        self._files = files
-        self._writer: Writer | None = None
-        self._error: Exception | None = None
+        self._headers = {file: header_of(parts, {"format": "pt"}) for file, parts in files.items()}
+        self._begins = {
+            name: begin
+            for file, parts in files.items()
+            for name, begin in zip(parts, _begins(parts, len(self._headers[file])), strict=False)
+        }
+        self._open: tuple[Path, int] | None = None  # the file that is being written
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Cast and write the next tensor of this rank's files."""
-        if self._error is not None:
-            return
-        file = self._file_of[name]
-        path = self._directory / (file + _PARTIAL)
+    def create(self, files: list[str]) -> list[object] | None:
+        """Make files with their headers.
+
+        Returns:
+            an identifier of the directory on this machine; None if it is unknown.
+        """
+        for file in files:
+            path = self._directory / (file + _PARTIAL)
+            with naming(path):
+                self._open = path, disk.create(path)
+                disk.write(self._open[1], [memoryview(self._headers[file])], 0)
+            self.close()
         try:
-            if self._writer is None:
-                self._writer = Writer(path, self._files[file], metadata={"format": "pt"})
-            self._writer.add(name, tensor.to(self._files[file][name].dtype))
-            if name in self._last:
-                self._writer.finish()
-                self._writer.flush()
-                self.close()
-        except Exception as error:
-            self._error = error
+            found = self._directory.stat()
+        except OSError:
+            return None
+        return [machine(), found.st_dev, found.st_ino] if machine() else None
 
-    def check(self) -> None:
-        """Raise the error that writing has met, if there was one."""
-        if self._error is not None:
-            raise self._error
+    def write(self, pieces: Iterable[Piece]) -> int:
+        """Cast and write pieces, and flush their files. Return how many bytes were written."""
+        nbytes = 0
+        failure: Exception | None = None
+        for piece in pieces:
+            if failure is None:
+                try:
+                    nbytes += self._add(piece)
+                except Exception as error:
+                    failure = error
+            del piece  # before the next gather needs memory
+        if failure is not None:
+            raise failure
+        self._finish()
+        return nbytes
+
+    def _add(self, piece: Piece) -> int:
+        part = self._parts[piece.name]
+        path = self._directory / (self._file_of[piece.name] + _PARTIAL)
+        begin = end = self._begins[piece.name] + piece.first * part.dtype.itemsize
+        if self._open is None or self._open[0] != path:
+            self._finish()
+            with naming(path):
+                self._open = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        for host in on_host(piece.tensor, part.dtype):
+            memory = memory_of(host)
+            with naming(path):
+                disk.write(self._open[1], [memory], end)
+            end += len(memory)
+        return end - begin
+
+    def _finish(self) -> None:
+        """Flush and close the file that is being written."""
+        if self._open is not None:
+            with naming(self._open[0]):
+                disk.flush(self._open[1])
+        self.close()
 
     def close(self) -> None:
         """Close the file that is being written."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        if self._open is not None:
+            os.close(self._open[1])
+        self._open = None
+
+
+def _begins(parts: Layout, begin: int) -> Iterator[int]:
+    """Yield where each tensor begins in a file."""
+    return itertools.accumulate((part.nbytes for part in parts.values()), initial=begin)
+
+
+def _are_one(places: list[object]) -> bool:
+    """Return whether all ranks see one directory, on one machine."""
+    return places[0] is not None and all(place == places[0] for place in places)
 
 
 def _finish(directory: Path, files: dict[str, Layout]) -> None:

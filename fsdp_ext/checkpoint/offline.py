@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from itertools import starmap
 from pathlib import Path
 
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint.gathering import Piece
 from fsdp_ext.checkpoint.hugging_face import write_files
 from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
@@ -24,7 +26,7 @@ def export_files(source: Path, directory: Path, max_shard_size: int | str) -> No
     write_files(
         directory,
         whole_parts(tensors),
-        lambda _: one_by_one(tensors),
+        lambda *_: starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(tensors)),
         max_shard_size,
         Ranks(None),
     )

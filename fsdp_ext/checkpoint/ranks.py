@@ -118,6 +118,16 @@ class Ranks:
             raise OtherRanksError(f"rank {decision['rank']} failed: {decision['failed']}")
         return decision["ok"]
 
+    def agree_on(
+        self, what: str, make: Callable[[], Any], decide: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Let rank 0 decide as in :meth:`agree`, from what ``make`` returns on all ranks."""
+        try:
+            value = make()
+        except Exception as error:
+            value = error
+        return self.agree(what, value, decide)
+
     def leave(self, what: str) -> None:
         """Let rank 0 wait until the others have read its last decision.
 

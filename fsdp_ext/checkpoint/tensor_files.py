@@ -147,35 +147,25 @@ def _blocks(nbytes: int) -> Iterator[slice]:
 
 
 class Writer:
-    """Writes a new file, tensor by tensor.
+    """Writes a new file of a checkpoint, tensor by tensor.
 
     Args:
         path: the file, which must not exist.
         parts: the tensors, by name, in the order in which they will be added.
-        metadata: the header's metadata without checksums. If it is None, the file is one of a
-            checkpoint: it has checksums, and ``tree``.
-        tree: more for the metadata of a checkpoint's file, as JSON.
+        tree: more for the metadata, as JSON.
 
     Raises:
         OSError: the system's error, with the path, from any of the methods.
         TypeError: if the format has no name for a dtype.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        parts: Mapping[str, Part],
-        tree: Any = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, parts: Mapping[str, Part], tree: Any = None) -> None:
         self._path = path
         self._parts = parts
         self._tree = tree
-        self._metadata = metadata
         self._checksums = {name: "0" * _digits(part.nbytes) for name, part in parts.items()}
-        self._start = round_up(len(self._header()), _PAGE)
         self._names = iter(parts)
-        self._position = self._start
+        self._position = len(self._header())
         # What is about to be written: pieces of memory, and the tensors that own it.
         self._pending: list[Bytes] = []
         self._nbytes = 0
@@ -195,12 +185,11 @@ class Writer:
         ):
             raise AssertionError(f"'{name}' is not the next tensor of the file")
         checksums = []
-        for host in _on_host(tensor):
+        for host in on_host(tensor, part.dtype):
             memory = memory_of(host)
             self._owners.append(host)
             for block in _blocks(len(memory)):
-                if self._metadata is None:
-                    checksums.append(checksum(memory[block]))
+                checksums.append(checksum(memory[block]))
                 self._put(memory[block])
         self._checksums[name] = "".join(checksums)
 
@@ -217,8 +206,7 @@ class Writer:
             the file's name and size, and the checksum of its header.
         """
         self._write_pending()
-        header = self._header().ljust(self._start)
-        header = _LENGTH.pack(self._start - _LENGTH.size) + header[_LENGTH.size :]
+        header = self._header()
         with naming(self._path):
             disk.write(self._file, [memoryview(header)], 0)
         return self._path.name, self._position, checksum(header)
@@ -252,38 +240,45 @@ class Writer:
         del self._owners[:-1]  # the last one may have more to write
 
     def _header(self) -> bytes:
-        """Return room for the length, and the header, not yet padded."""
-        entries: dict[str, Any] = {}
-        ours: dict[str, Any] = {}
-        position = 0
-        for name, part in self._parts.items():
-            if part.dtype not in NAMES:
-                raise TypeError(
-                    f"'{name}' has dtype {part.dtype}, which safetensors cannot store. Use "
-                    "torch.distributed.checkpoint for this model."
-                )
-            entries[name] = {
-                "dtype": NAMES[part.dtype],
-                "shape": part.shape,
-                "data_offsets": [position, position + part.nbytes],
-            }
-            position += part.nbytes
-            ours[name] = [part.whole, part.offset, self._checksums[name]]
-        metadata = self._metadata
-        if metadata is None:
-            metadata = {_OURS: json.dumps({"parts": ours, "tree": self._tree}, separators=_COMPACT)}
-        header = {"__metadata__": metadata, **entries}
-        return bytes(_LENGTH.size) + json.dumps(header, separators=_COMPACT).encode()
+        ours = {
+            name: [part.whole, part.offset, self._checksums[name]]
+            for name, part in self._parts.items()
+        }
+        metadata = json.dumps({"parts": ours, "tree": self._tree}, separators=_COMPACT)
+        return header_of(self._parts, {_OURS: metadata})
 
 
-def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the elements of a tensor in order, as contiguous pieces on the host."""
-    tensor = resolved(tensor)
-    if tensor.device.type == "cpu":
-        yield tensor
-    else:
-        for piece in torch.split(tensor.view(-1).view(torch.uint8), _WRITE):
-            yield piece.cpu()
+def header_of(parts: Mapping[str, Part], metadata: Mapping[str, str]) -> bytes:
+    """Return what a file has before its data: a length, and a header that ends with a page.
+
+    Raises:
+        TypeError: if the format has no name for a dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, part in parts.items():
+        if part.dtype not in NAMES:
+            raise TypeError(
+                f"'{name}' has dtype {part.dtype}, which safetensors cannot store. Use "
+                "torch.distributed.checkpoint for this model."
+            )
+        header[name] = {
+            "dtype": NAMES[part.dtype],
+            "shape": part.shape,
+            "data_offsets": [position, position + part.nbytes],
+        }
+        position += part.nbytes
+    text = json.dumps(header, separators=_COMPACT).encode()
+    length = round_up(_LENGTH.size + len(text), _PAGE) - _LENGTH.size
+    return _LENGTH.pack(length) + text.ljust(length)
+
+
+def on_host(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Return the elements of a tensor in order, as contiguous pieces of a dtype on the host."""
+    flat = resolved(tensor).view(-1)
+    step = _WRITE // flat.itemsize
+    for first in range(0, flat.numel(), step):
+        yield flat[first : first + step].to(dtype).cpu()
 
 
 def _digits(nbytes: int) -> int:

@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[tuple[Any, str], Exception, str]] = {
         NO_PERMISSION,
         r"partial cannot be written \(Permission denied\)\. Make room",
     ),
-    "no memory while a tensor is written": ((hugging_face.Writer, "add"), NO_MEMORY, "no memory"),
+    "no memory while a tensor is written": ((hugging_face, "on_host"), NO_MEMORY, "no memory"),
 }
 
 
@@ -52,13 +52,15 @@ def failing_at(number: int, function: Callable[..., Any], error: Exception) -> C
     return call
 
 
-def _fails_on(failing: int, directory: Path) -> None:
+def _fails_on(failing: int, directory: Path, on_one_host: bool) -> None:
     model, expected = made(Stack, sharded)
     export(model, directory, max_shard_size="1MB")  # an older one, which has to stay
     for (owner, name), error, message in FAULTS.values():
         for number in (0, 1):
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(gathering, "_STEP", 300)  # so there are gathers after the fault
+                if not on_one_host:
+                    patched.setattr(hugging_face, "machine", lambda: str(dist.get_rank()))
                 if dist.get_rank() == failing:
                     function = failing_at(number, getattr(owner, name), error)
                     patched.setattr(owner, name, function)
@@ -74,9 +76,11 @@ def _fails_on(failing: int, directory: Path) -> None:
             dist.barrier()
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_all_ranks_raise_and_nothing_is_left(failing: int, tmp_path: Path) -> None:
-    run_ranks(_fails_on, 3, failing, tmp_path, timeout=60)
+@pytest.mark.parametrize(("failing", "on_one_host"), [(0, False), (2, False), (1, True)])
+def test_all_ranks_raise_and_nothing_is_left(
+    failing: int, on_one_host: bool, tmp_path: Path
+) -> None:
+    run_ranks(_fails_on, 3, failing, tmp_path, on_one_host, timeout=60)
 
 
 def _exports_stages(directory: Path) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_ext.checkpoint import (
     disk,
     export,
+    hugging_face,
     load_pretrained,
     stream_weights,
     tensor_files,
@@ -50,6 +51,10 @@ def state_in(directory: Path) -> dict[str, Tensor]:
     files = {file: safetensors.torch.load_file(directory / file) for file in places.values()}
     assert {name: file for file, state in files.items() for name in state} == places
     return {name: files[file][name] for name, file in places.items()}
+
+
+def contents_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -74,6 +79,10 @@ def _goes_there_and_back(directory: Path, ways: dict[str, tuple[type[Subject], W
     for name, (subject, way) in ways.items():
         model, expected = made(subject, way)
         export(model, directory / name, max_shard_size=10_000)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(hugging_face, "machine", lambda: str(dist.get_rank()))
+            export(model, directory / "of several hosts", max_shard_size=10_000)
+        assert contents_of(directory / "of several hosts") == contents_of(directory / name)
         stored = state_in(directory / name)
         tied = expected.keys() - stored.keys()
         assert tied == ({"head.weight"} if subject is Transformer else set())
@@ -159,6 +168,44 @@ def test_files_are_no_larger_than_asked_for_and_ranks_write_them_in_turns(tmp_pa
             sizes.append(sum(file.get_tensor(key).nbytes for key in file.keys()))  # noqa: SIM118
     assert max(sizes) <= 2100
     assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def _writes_its_own_rows(directory: Path) -> int:
+    """Return how many bytes of one file this rank writes, all without a gather."""
+    counted = []
+    write = disk.write
+
+    def noted(file: int, buffers: list[memoryview], position: int) -> None:
+        counted.append(sum(map(len, buffers)) if position else 0)  # without the header
+        write(file, buffers, position)
+
+    model, expected = made(Stack, sharded)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk, "write", noted)
+        for transfer in ("batch_isend_irecv", "all_gather_into_tensor"):
+            patched.delattr(dist, transfer)
+        export(model, directory)
+    assert_equal(state_in(directory), expected)
+    return sum(counted)
+
+
+def test_ranks_of_one_host_write_their_own_rows(tmp_path: Path) -> None:
+    counts = run_ranks(_writes_its_own_rows, 2, tmp_path)
+    assert sum(counts) == sum(tensor.nbytes for tensor in Stack().state_dict().values())
+    assert max(counts) < 0.6 * sum(counts)
+
+
+def _lacks_a_rank(directory: Path) -> None:
+    model, _ = made(Stack, sharded)
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"found all but \d+ bytes .* Pass a process_group="):
+            export(model, directory, process_group=group)
+        assert not list(directory.iterdir())
+
+
+def test_a_group_that_lacks_ranks_of_the_model_is_refused(tmp_path: Path) -> None:
+    run_ranks(_lacks_a_rank, 2, tmp_path)
 
 
 def _is_written_over(directory: Path) -> None:

@@ -114,12 +114,14 @@ def test_a_process_that_is_killed_at_any_change_of_the_disk(tmp_path: Path, half
     assert changes > 20
 
 
-def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["a checkpoint", "an export"])
+def test_it_gets_its_name_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A loss of power after the rename must not lose a part of the checkpoint.
+    """A loss of power after the rename must not lose a part of what was written.
 
-    Files are flushed when all are written, so that the disk writes one while the next one is made.
+    A checkpoint's files are flushed when all are written, so that the disk writes one while the
+    next one is made.
     """
     create, write, rename, fsync = disk.create, disk.write, disk.rename, os.fsync
     unflushed: set[Path] = set()  # files with data, and directories with names
@@ -152,9 +154,14 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(
     monkeypatch.setattr(disk, "write", note_write)
     monkeypatch.setattr(disk, "rename", note_rename)
     monkeypatch.setattr(os, "fsync", note_flush)
-    checkpoint.save(tmp_path, *made(1.0), {"step": 1})
-    assert at_rename == [[]]
-    assert changes == ["write"] * changes.count("write") + ["flush"] * 3
+    model, optimizer = made(1.0)
+    if kind == "a checkpoint":
+        checkpoint.save(tmp_path, model, optimizer, {"step": 1})
+        assert at_rename == [[]]
+        assert changes == ["write"] * changes.count("write") + ["flush"] * 3
+    else:
+        checkpoint.export(model, tmp_path)
+        assert at_rename == [[tmp_path]]  # the new name is flushed after the rename
     assert not unflushed
 
 
