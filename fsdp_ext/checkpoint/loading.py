@@ -81,18 +81,18 @@ def read(
         ValueError: if it is of another model.
     """
     checkpoint = Checkpoint(path)
-    reader = Reader()
     wanted = state_dicts.weights_of(model)
-    weights, _ = plan_weights(checkpoint.weights(), model, wanted, reader, strict)
     state = None
-    if optimizers:
-        params = state_dicts.parameters_of(model, optimizers, wanted)
-        state = _plan_optimizer(checkpoint, params, reader)
-    reader.run()
-    return Loaded(weights, state, checkpoint.extra_of(rank))
+    with Reader() as reader:
+        weights, _ = plan_weights(checkpoint.weights(), model, wanted, reader, strict)
+        if optimizers:
+            params = state_dicts.parameters_of(model, optimizers, wanted)
+            state = _plan_optimizer(checkpoint, params, reader)
+        extra = checkpoint.extra_of(rank)
+    return Loaded(weights, state, extra)
 
 
-# - Plans. They return tensors whose values come with Reader.run.
+# - Plans. They return tensors whose values are there at the end of the reader's block.
 
 
 def _plan_tensor(

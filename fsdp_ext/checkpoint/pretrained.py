@@ -55,11 +55,9 @@ def load_pretrained(
             of its names.
     """
     ranks = Ranks(process_group)
-    reader = Reader()
-    with ranks.together("load_pretrained"):
+    with ranks.together("load_pretrained"), Reader() as reader:
         stored = Weights(Path(directory), open_files(Path(directory)), {}, {}, {})
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
-        reader.run()
     set_weights(model, weights)
     return missing
 

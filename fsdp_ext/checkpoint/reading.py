@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -194,13 +196,36 @@ def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
 class Reader:
     """Reads boxes of tensors from files, in threads.
 
+    They begin while more is being planned: a block ``with reader:`` adds what is to be read, and
+    its end waits until everything is. If the block raises, nothing more is read.
+
     Attributes:
         known: the cache of :func:`box_of`.
+
+    Raises:
+        DamagedFileError: at the end of the block, if the data is not what was written.
+        OSError: there, too, the system's own error.
     """
 
     def __init__(self) -> None:
         self.known: KnownParts = {}
-        self._jobs: dict[TensorFile, list[Job]] = defaultdict(list)
+        self._jobs: dict[TensorFile, deque[Job]] = {}  # that no thread has taken
+        self._changed = threading.Condition()
+        self._is_ended = False  # no more jobs come
+        self._threads = ThreadPoolExecutor(_THREADS)
+
+    def __enter__(self) -> Reader:
+        self._work = [self._threads.submit(self._run) for _ in range(_THREADS)]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._end(drop_jobs=kind is not None)
+            for thread in self._work if kind is None else ():
+                thread.result()
+        finally:  # an interrupt, too, leaves nothing to read
+            self._end(drop_jobs=True)
+            self._threads.shutdown()
 
     def add(
         self,
@@ -209,7 +234,7 @@ class Reader:
         offset: tuple[int, ...],
         into: torch.Tensor,
     ) -> None:
-        """Plan to read a box of a tensor.
+        """Read a box of a tensor, now or later.
 
         Args:
             name: the tensor.
@@ -225,39 +250,52 @@ class Reader:
             of_part, of_box = common
             target = into[of_box]
             missing -= target.numel()
-            self._jobs[file] += _jobs(file, name, part, of_part, target)
+            self._put(file, [*_jobs(file, name, part, of_part, target)])
         if missing:
             raise DamagedFileError(
                 f"{parts[0][0].path.parent} lacks {missing} of the {into.numel()} elements of "
                 f"'{name}' that this rank needs."
             )
 
-    def run(self) -> None:
-        """Read everything.
+    def _put(self, file: TensorFile, jobs: list[Job]) -> None:
+        with self._changed:
+            if jobs and not self._is_ended:  # a thread that fails ends it
+                self._jobs.setdefault(file, deque()).extend(jobs)
+                self._changed.notify(len(jobs))
 
-        Raises:
-            DamagedFileError: if the data is not what was written.
-            OSError: the system's own error.
-        """
-        for file, jobs in self._jobs.items():
-            # The threads end before the file closes. Each takes its next job from a shared
-            # iterator: submitting a small job to the pool would take longer than the job.
-            with file, ThreadPoolExecutor(_THREADS) as threads:
-                left = iter(jobs)
-                try:
-                    deque(threads.map(_run, [left] * _THREADS), maxlen=0)
-                finally:  # an interrupt, too, leaves nothing to read
-                    deque(left, maxlen=0)
+    def _end(self, *, drop_jobs: bool) -> None:
+        """Let the threads end, after all jobs or at once."""
+        with self._changed:
+            if drop_jobs:
+                self._jobs.clear()
+            self._is_ended = True
+            self._changed.notify_all()
 
+    def _run(self) -> None:
+        """Run jobs. After an error, no thread takes another."""
+        try:
+            with contextlib.ExitStack() as opened:
+                file = None
+                while taken := self._take(file):
+                    if taken[0] is not file:
+                        opened.close()
+                        file = opened.enter_context(taken[0])
+                    taken[1]()
+        except BaseException:
+            self._end(drop_jobs=True)
+            raise
 
-def _run(jobs: Iterator[Job]) -> None:
-    """Run the jobs that other threads have not taken. After an error, no thread takes another."""
-    try:
-        for job in jobs:
-            job()
-    except BaseException:
-        deque(jobs, maxlen=0)
-        raise
+    def _take(self, file: TensorFile | None) -> tuple[TensorFile, Job] | None:
+        """Wait for a job, if possible one of the file that is open. Return None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_ended)
+            if not self._jobs:
+                return None
+            file = file if file in self._jobs else next(iter(self._jobs))
+            job = self._jobs[file].popleft()
+            if not self._jobs[file]:
+                del self._jobs[file]
+            return file, job
 
 
 def _common(

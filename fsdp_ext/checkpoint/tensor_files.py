@@ -17,6 +17,7 @@ import math
 import os
 import stat
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,7 +295,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class TensorFile:
-    """A file of safetensors. Its data can be read inside ``with file:``.
+    """A file of safetensors. Its data can be read inside ``with file:``, by several threads.
 
     Args:
         path: the file.
@@ -316,6 +317,8 @@ class TensorFile:
         self, path: Path, size: int | None = None, header_checksum: str | None = None
     ) -> None:
         self.path = path
+        self._users = 0  # blocks that have the file open
+        self._lock = threading.Lock()
         with self:
             found = os.fstat(self._file)
             if not stat.S_ISREG(found.st_mode):
@@ -326,11 +329,17 @@ class TensorFile:
             self.parts, self.tree = self._read_header(header_checksum)
 
     def __enter__(self) -> TensorFile:
-        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        with self._lock:
+            if self._users == 0:
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._users += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                os.close(self._file)
 
     def read(self, name: str, begin: int, into: Bytes) -> None:
         """Read some bytes of a tensor and check the blocks in which they lie.

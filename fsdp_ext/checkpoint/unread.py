@@ -44,9 +44,8 @@ def stored(parts: Parts) -> dict[str, Unread]:
 
 def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
     tensor = new_tensor(shape_of(parts), parts[0][1].dtype)
-    reader = Reader()
-    reader.add(name, parts, (0,) * tensor.dim(), tensor)
-    reader.run()
+    with Reader() as reader:
+        reader.add(name, parts, (0,) * tensor.dim(), tensor)
     return tensor
 
 

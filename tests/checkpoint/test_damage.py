@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint import disk, loading
 from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
@@ -594,6 +595,37 @@ def _groups_are_checked(place: Path) -> None:
 
 def test_groups_without_this_rank_are_refused(tmp_path: Path) -> None:
     run_ranks(_groups_are_checked, 2, tmp_path)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_reading_begins_while_more_is_planned(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    has_begun = threading.Event()
+    read, plan = TensorFile.read, loading._plan_optimizer
+
+    def noted(file: TensorFile, name: str, begin: int, into: memoryview) -> None:
+        has_begun.set()
+        read(file, name, begin, into)
+
+    def plan_late(*arguments: Any) -> Any:
+        assert has_begun.wait(20)
+        if fails:
+            raise ValueError("no plan")
+        return plan(*arguments)
+
+    def resources() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    monkeypatch.setattr(TensorFile, "read", noted)
+    monkeypatch.setattr(loading, "_plan_optimizer", plan_late)
+    before = resources()
+    if fails:
+        with pytest.raises(ValueError, match="no plan"):
+            checkpoint.load(saved, *made())
+    else:
+        assert checkpoint.load(saved, *made()) == {"step": 3}
+    assert resources() == before
 
 
 def _is_interrupted(place: Path) -> None:

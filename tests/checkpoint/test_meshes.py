@@ -295,10 +295,9 @@ def test_any_box_is_read_from_any_parts(
         parts.append((file, file.parts["x"]))
     wanted = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
     into = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
-    reader = Reader()
-    if into.numel():
-        reader.add("x", parts, tuple(begin for begin, _ in wanted), into)
-    reader.run()
+    with Reader() as reader:
+        if into.numel():
+            reader.add("x", parts, tuple(begin for begin, _ in wanted), into)
     assert torch.equal(into, whole[tuple(slice(*each) for each in wanted)])
 
 
