@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import assert_same
 from support.launcher import run_ranks
 from support.matrix import exhaustive
+from support.offloading import offload
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -318,6 +320,62 @@ def _train_beside_saves(place: Path, attached: bool) -> None:
 @pytest.mark.parametrize("attached", [False, True])
 def test_each_save_has_the_step_after_which_it_was_called(tmp_path: Path, attached: bool) -> None:
     run_ranks(_train_beside_saves, 2, tmp_path, attached)
+
+
+def _trained(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    for layer in [*model, model]:
+        fsdp_ext.fully_shard(layer)
+    make: Any = OPTIMIZERS[kind.removesuffix(", offloaded")]
+    optimizer = make(model.parameters(), lr=0.1)
+    if kind.endswith(", offloaded"):
+        offload(optimizer, model)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.linspace(-1, 1, 16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    values = [*model.state_dict().values()]
+    values += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+    return [whole(value).clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _goes_on(place: Path, kind: str) -> None:
+    copied, go_on = Snapshot.copied, threading.Event()
+
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        return copied(snapshot, memory)
+
+    Snapshot.copied = copied_late
+    register_optimizer_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
+    model, optimizer = _trained(kind, 0)
+    go_on.clear()
+    saved = _state_of(model, optimizer)
+    saving = checkpoint.async_save(place, model, optimizer)
+    _step(model, optimizer)
+    after = _state_of(model, optimizer)
+    saving.result()
+    other = _trained(kind, 1)
+    checkpoint.load(place, *other)
+    assert_same(_state_of(*other), saved)
+    _step(*other)
+    assert_same(_state_of(*other), after)
+
+
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Muon": optim.Muon, "torch's Muon": torch.optim.Muon}
+
+
+@pytest.mark.parametrize("kind", ["AdamW, offloaded", "Muon", "torch's Muon"])
+def test_training_goes_on_from_states_of_other_kinds(tmp_path: Path, kind: str) -> None:
+    run_ranks(_goes_on, 2, tmp_path, kind, fresh=True)
 
 
 class Wrapper(torch.optim.Optimizer):

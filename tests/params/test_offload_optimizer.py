@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.launcher import run_ranks
 from support.models import Stack, Transformer
+from support.offloading import offload
 from support.parity import Case, Run, adamw, check, each, train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -30,16 +31,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from fsdp_ext import FullyShardedDataParallel, fully_shard, offload_optimizer
 from fsdp_ext.offloading import api as offloading
 from fsdp_ext.offloading.states import OffloadedStates
-
-
-def offload(optimizer: Optimizer, model: nn.Module, **options: Any) -> None:
-    """Offload as if the CPU were a GPU."""
-    is_on_host = vars(offloading)["_is_on_host"]
-    vars(offloading)["_is_on_host"] = lambda _: False
-    try:
-        offload_optimizer(optimizer, model, **options)
-    finally:
-        vars(offloading)["_is_on_host"] = is_on_host
 
 
 def states_of(optimizer: Optimizer) -> OffloadedStates:
