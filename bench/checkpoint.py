@@ -14,7 +14,9 @@ leaves copies to a thread, and the next step of the optimizer has to wait for th
 exist already when it is called, and the optimizer steps at once. "blocked" is the time of the call,
 of DCP's wait for its staging and of this step, minus that of a step without a checkpoint in the
 same round. A forward and backward before the step would overlap the copies, so this is the longest
-wait. "total" ends when the checkpoint is complete, and includes the step.
+wait. "slows a step" is what a training loop loses: a forward, a backward and a step with the call
+before them, minus the same without it. "total" ends when the checkpoint is complete, and includes
+the step.
 
 The slowest rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how
 much the peak of a rank's resident memory rose, also in the first round, which warms up. "a step" is
@@ -64,6 +66,7 @@ RANKS = 3
 LARGE = GPTConfig(vocabulary=8192, context=64, dim=1024, layers=15, heads=16)  # 206 M parameters
 PIECE = 8 << 20
 OURS = "fsdp_ext"
+FIGURES = ("blocked_us", "slows_step_us", "total_us")
 
 
 def nothing() -> None:
@@ -288,7 +291,7 @@ def rows_of(
         (OURS, "export"): export_ours,
         ("get_model_state_dict", "export"): export_full,
     }
-    results: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in calls}
+    results: dict[tuple[str, str], list[tuple[float, ...]]] = {key: [] for key in calls}
     steps = []
     if training is not None:
         for _ in range(1 + repeats):  # the first one warms up
@@ -301,13 +304,14 @@ def rows_of(
             steps.append(stepped - start)
             for (system, action), call in calls.items():
                 place = directory / (f"{system}, exported" if action == "export" else system)
-                if action != "load" and dist.get_rank() == 0:
-                    shutil.rmtree(place, ignore_errors=True)
-                elif action == "load":
-                    drop_from_cache(place)
-                dist.barrier(group=savers)
-                taken = timed(partial(call, training, place), training, stepped - computed)
-                results[system, action].append(taken)
+                here = partial(call, training, place)
+                make_ready(action, place, savers)
+                taken = timed(here, training, stepped - computed)
+                slows = taken[0]
+                if action == "async_save":
+                    make_ready(action, place, savers)
+                    slows, *_ = timed(here, training, stepped - start, has_backward=True)
+                results[system, action].append((*taken, slows))
     dist.barrier()
     if world.size() > 1:
         more = Training(config, world, device)
@@ -315,17 +319,35 @@ def rows_of(
             key = (system, "load by more ranks")
             results[key] = []
             for _ in range(1 + repeats):
-                drop_from_cache(directory / system)
-                dist.barrier()
-                results[key].append(timed(partial(call, more, directory / system), more))
+                make_ready("load", directory / system, world)
+                taken = timed(partial(call, more, directory / system), more)
+                results[key].append((*taken, taken[0]))
     if training is not None and dist.get_rank() == 0:
         yield from as_rows(results, training.nbytes, device, steps)
 
 
-def timed(call: Callable[[], Saving | None], training: Training, step_alone: float = 0.0) -> Any:
+def make_ready(action: str, place: Path, group: dist.ProcessGroup) -> None:
+    """Remove what an earlier call wrote, or drop what is to be read from the page cache."""
+    if action == "load":
+        drop_from_cache(place)
+    elif dist.get_rank() == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    dist.barrier(group=group)
+
+
+def timed(
+    call: Callable[[], Saving | None],
+    training: Training,
+    step_alone: float = 0.0,
+    has_backward: bool = False,
+) -> Any:
     """Return the blocked and the total seconds, and the rise of the peak memory, of all ranks.
 
-    Gradients exist. ``step_alone`` is how long the optimizer's step takes without a checkpoint.
+    Args:
+        call: saves or loads.
+        training: has gradients.
+        step_alone: how long what follows an async_save takes without it: the optimizer's step.
+        has_backward: a forward and a backward come before the step.
     """
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -333,6 +355,8 @@ def timed(call: Callable[[], Saving | None], training: Training, step_alone: flo
     start = time.perf_counter()
     saving = call()
     if saving is not None:
+        if has_backward:
+            training.backward()
         saving.wait_for_staging()
         training.step()
     blocked = time.perf_counter() - start
@@ -373,12 +397,12 @@ def as_rows(
     The first round, which warms up, counts only for memory: what it allocates may be kept.
     """
     plain = {
-        action: Timing.of([total for _, total, _ in results["plain", action][1:]]).median
+        action: Timing.of([total for _, total, *_ in results["plain", action][1:]]).median
         for action in ("save", "load", "export")
     }
     weights = nbytes // 3
     for (system, action), taken in results.items():
-        blocked, total, _ = zip(*taken[1:], strict=True)
+        blocked, total, _, slows = zip(*taken[1:], strict=True)
         kind = next(kind for kind in plain if kind in action)
         moved = weights if kind == "export" else nbytes
         yield {
@@ -388,10 +412,11 @@ def as_rows(
             "transport": "disk",
             "bytes": moved,
             "blocked_us": as_microseconds(Timing.of(blocked)),
+            "slows_step_us": as_microseconds(Timing.of(slows)),
             "total_us": as_microseconds(Timing.of(total)),
             "bytes_per_second": moved / Timing.of(total).median,
             "of_plain": plain[kind] / Timing.of(total).median,
-            "memory_bytes": max(rose for _, _, rose in taken),
+            "memory_bytes": max(rose for _, _, rose, _ in taken),
             "step_us": as_microseconds(Timing.of(steps[1:])),
         }
 
@@ -409,15 +434,15 @@ def show(rows: list[dict[str, Any]]) -> None:
             [
                 row["system"],
                 row["action"],
-                *(in_milliseconds(row[key]) for key in ("blocked_us", "total_us")),
+                *(in_milliseconds(row[key]) for key in FIGURES),
                 f"{row['bytes_per_second'] / 1e6:,.0f}",
                 f"{row['of_plain']:.2f}",
                 f"{row['memory_bytes'] / 1e6:,.0f}",
             ]
             for row in of_size
         ]
-        columns = ["system", "call", "blocked ms", "total ms", "MB/s", "of plain", "memory MB"]
-        print_table(columns, table)
+        times = ["blocked ms", "slows a step ms", "total ms"]
+        print_table(["system", "call", *times, "MB/s", "of plain", "memory MB"], table)
 
 
 def in_milliseconds(figures: dict[str, float]) -> str:

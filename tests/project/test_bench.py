@@ -203,13 +203,24 @@ def test_checkpoints_are_timed_beside_those_of_torch(tmp_path: Path) -> None:
 
 
 def test_the_first_round_of_checkpoints_counts_only_for_memory() -> None:
-    rounds = [(9.0, 9.0, 7.0), (1.0, 2.0, 3.0), (1.0, 2.0, 4.0)]
+    rounds = [(9.0, 9.0, 7.0, 9.0), (1.0, 2.0, 3.0, 0.5), (1.0, 2.0, 4.0, 0.5)]
     results = {("plain", action): rounds for action in ("load", "export", "save")}
     *_, row = checkpoint.as_rows(results, 12, torch.device("cpu"), [9.0, 3.0, 3.0])
     assert row["memory_bytes"] == 7
-    medians = [row[key]["median"] for key in ("blocked_us", "total_us", "step_us")]
-    assert medians == [1e6, 2e6, 3e6]
+    medians = [row[key]["median"] for key in (*checkpoint.FIGURES, "step_us")]
+    assert medians == [1e6, 0.5e6, 2e6, 3e6]
     assert row["bytes_per_second"] == 6
+
+
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_a_saves_figures_contain_what_follows_it(has_backward: bool) -> None:
+    training = mock.Mock()
+    save = training.call
+    save.return_value = checkpoint.Saving(training.complete, training.staging)
+    with mock.patch.object(dist, "all_reduce"):
+        checkpoint.timed(save, training, has_backward=has_backward)
+    order = [name for name, *_ in training.mock_calls if name != "finish"]
+    assert order == ["call", *["backward"] * has_backward, "staging", "step", "complete"]
 
 
 def _blocked_by_slow_copies(directory: Path, delay: float) -> list[float]:
