@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_ext.checkpoint import export, load_pretrained, stream_weights
+from fsdp_ext.checkpoint import export, hugging_face, load_pretrained, stream_weights
 
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
@@ -77,7 +77,9 @@ def _are_gathered(directory: Path) -> None:
             model.register_parameter(f"{name}_weight", nn.Parameter(weight))
         expected = {name: whole for name, _ in model.named_parameters()}
         assert_equal(on_host(model, "cuda"), expected)
-        export(model, directory / str(number))
+        with pytest.MonkeyPatch.context() as patched:  # as on several hosts, which gather all
+            patched.setattr(hugging_face, "machine", lambda: str(dist.get_rank()))
+            export(model, directory / str(number))
         with safe_open(directory / str(number) / "model.safetensors", "pt") as file:
             assert_equal({name: file.get_tensor(name) for name in expected}, expected)
 
