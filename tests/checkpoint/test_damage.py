@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import math
 import os
@@ -636,7 +635,7 @@ def _is_interrupted(place: Path) -> None:
     def interrupt(file: TensorFile, name: str, begin: int, into: memoryview) -> None:
         read.append(name)
         if len(read) == 1:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.05)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
