@@ -114,6 +114,11 @@ class InBackward:
         return None
 
     @property
+    def reads_padding(self) -> bool:
+        """Whether the norms of runs include the padding between their gradients."""
+        return False
+
+    @property
     def measures(self) -> bool:
         """Whether :meth:`measure` has to be called for each unit before it is stepped."""
         return self.settings.skip_nonfinite
@@ -145,7 +150,7 @@ class InBackward:
 
 
 class ClippingByUnit(InBackward):
-    """Scales each unit's gradients by their own norm. What ``step()`` steps is not scaled.
+    """Scales each unit's gradients by their own norm, but not those left to ``step()``.
 
     Args:
         settings: what it was made for.
@@ -199,6 +204,10 @@ class ClippingByLastStep(InBackward):
     @property
     def key(self) -> Callable[[Any], Hashable]:
         return self._ranks_of
+
+    @property
+    def reads_padding(self) -> bool:
+        return True
 
     def _ranks_of(self, param: Any) -> NormRanks:
         return self._ranks[param]

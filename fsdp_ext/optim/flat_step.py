@@ -146,7 +146,8 @@ class FlatStep(FusedSteps):
 
         After an error in backward, each unit has either stepped once, or has its old parameters and
         states and no gradient. On the host, the units of the last two buckets before the error have
-        not stepped. A unit that some ranks left out may have stepped on others alone.
+        not stepped. If some ranks did not use a unit, it may have stepped on the
+        other ranks only.
 
         All ranks call this together, with the same arguments.
 
@@ -172,14 +173,15 @@ class FlatStep(FusedSteps):
             ValueError: if no unit has parameters of this optimizer, or if a unit is offloaded, or
                 has a flat parameter, tensor extensions or hooks behind gradient accumulation. Also
                 if the other arguments do not fit together, if a model was attached with others, or
-                if ``skip_nonfinite`` is passed on a GPU with ``foreach`` or ``fused=False``.
+                if ``skip_nonfinite`` is passed on a GPU with ``foreach``, ``fused=False`` or
+                dampening.
         """
         units = units_to_attach(model, [group["params"] for group in self.param_groups])
         asked = Safeguards.of(max_norm, norm_type, last_norm, clip_by, skip_nonfinite)
         if skip_nonfinite and any(unit.device.type == "cuda" for unit in units):
             self._check_skips_fused()
         clipping = self._clipping_as(asked)
-        agree_to_attach(units, f"attach({asked})")
+        agree_to_attach(units, str(asked))
         attached: weakref.WeakSet[Unit] = vars(self).setdefault("_attached", weakref.WeakSet())
         updates = {}
         for unit, own in units.items():
@@ -229,11 +231,13 @@ class FlatStep(FusedSteps):
         return known
 
     def _check_skips_fused(self) -> None:
-        if not all(map(asks_for_fused, self.param_groups)):
+        # PyTorch's fused SGD cannot skip the first step with dampening.
+        damped = any(group.get("momentum") and group["dampening"] for group in self.param_groups)
+        if damped or not all(map(asks_for_fused, self.param_groups)):
             raise ValueError(
-                "attach got skip_nonfinite=True, but a group of parameters has foreach=True or "
-                "fused=False. On GPUs, only PyTorch's fused code can skip a step without a wait of "
-                "the host. Leave out foreach and fused."
+                "attach got skip_nonfinite=True, but a group of parameters has foreach=True, "
+                "fused=False or dampening. On GPUs, only PyTorch's fused code can skip a step "
+                "without a wait of the host. Leave these options out."
             )
 
     @property
@@ -285,7 +289,7 @@ class FlatStep(FusedSteps):
                 fused = self._fused_now(group, fits=fits)
                 groups.append({**group, "params": list(own), "fused": fused})
             if clipping is not None:
-                for found in parts:
+                for found in parts if clipping.reads_padding else ():
                     found.runs.clear_padding()
                 clipping.clip(part, [pair for found in parts for pair in found.stepped()])
             nonfinite = None if clipping is None else clipping.nonfinite(part)
@@ -318,8 +322,8 @@ class FlatStep(FusedSteps):
         """Return whether to skip a step of code that cannot skip it. The host waits for it."""
         if nonfinite.is_cuda:
             raise RuntimeError(
-                "An optimizer that was attached with skip_nonfinite=True cannot step parameters on "
-                "a GPU by PyTorch's fused code. Call its detach(), and attach() without "
+                "An optimizer attached with skip_nonfinite=True needs PyTorch's fused code on a "
+                "GPU, which cannot step these parameters. Call detach(), then attach() without "
                 "skip_nonfinite."
             )
         return bool(nonfinite)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,8 +29,9 @@ class UnitNorms:
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
-        self._gradients: dict[Hashable, _UnitGradients] = {}
-        self._norms: dict[Hashable, torch.Tensor] = {}
+        # By part, which units own, so that nothing keeps those of a model that no longer exists.
+        self._gradients: WeakKeyDictionary[Hashable, _UnitGradients] = WeakKeyDictionary()
+        self._norms: WeakKeyDictionary[Hashable, torch.Tensor] = WeakKeyDictionary()
 
     @torch.no_grad()
     def measure(self, part: Hashable, params: frozenset[Any], unit: Unit) -> None:
