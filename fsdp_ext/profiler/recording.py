@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -243,8 +244,10 @@ def merged_intervals(spans: Sequence[Span], gap: float) -> list[tuple[float, flo
 
 
 def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
-    """Return how many seconds of [begin, end] lie in the disjoint ``intervals``."""
-    return sum(max(0.0, min(end, high) - max(begin, low)) for low, high in intervals)
+    """Return how many seconds of [begin, end] lie in ``intervals``, as of merged_intervals."""
+    first = bisect.bisect_right(intervals, begin, key=lambda interval: interval[1])
+    last = bisect.bisect_left(intervals, end, key=lambda interval: interval[0])
+    return sum(min(end, high) - max(begin, low) for low, high in intervals[first:last])
 
 
 def wire_seconds(iteration: Iteration, lane: str, one_wire: bool) -> list[float]:

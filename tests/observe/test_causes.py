@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fsdp_ext.profiler.causes import (
     explain,
     typical_seconds,
 )
-from fsdp_ext.profiler.recording import Iteration, Span
+from fsdp_ext.profiler.recording import Iteration, Span, overlap
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import rows_of, summarise
 from fsdp_ext.profiler.slowdown import slowdown
@@ -260,6 +261,29 @@ def test_a_long_wait_does_not_expose_what_was_hidden_before_it() -> None:
     step = Step().gather(1, 5, 15).gather(1, 60, 70).wait(1, 20, 70).passes(forward=90)
     (row,) = rows_of(recording_of(step.end()), "bucket")
     assert (row.wire, row.hidden) == (pytest.approx(20 * MS), pytest.approx(10 * MS))
+
+
+class Counted(list[tuple[float, float]]):
+    """Intervals that count how many of them are read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_an_overlap_reads_only_the_intervals_around_it() -> None:
+    intervals = Counted((10.0 * i, 10.0 * i + 4) for i in range(1000))
+    spans = {(-5, 0): 0, (1, 2): 1, (4, 10): 0, (3, 21): 6, (5000, 5004): 4, (9994, 10000): 0}
+    spans |= {(7, 7): 0, (1, 1): 0, (-1, 0.5): 0.5}
+    assert {span: overlap(*span, intervals) for span in spans} == spans
+    assert intervals.read < 30 * len(spans)
 
 
 def test_only_the_last_reduction_is_unavoidable() -> None:
