@@ -57,17 +57,18 @@ $(VENV)/.tools: pyproject.toml
 	"$(BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja
 	touch "$@"
 
-# The name of the stamp has the torch, so that another TORCH replaces the one that is there.
-TORCH_STAMP = $(VENV)/.torch-$(subst /,-,$(subst =,-,$(TORCH)))
-$(TORCH_STAMP): $(VENV)/.tools
+# A stamp $(1) contains the torch that was installed. Another torch, $(2), is installed over it.
+if_another = $(if $(subst [$(2)],,[$(shell cat "$(1)" 2>/dev/null)]),FORCE)
+.PHONY: FORCE
+
+$(VENV)/.torch: $(VENV)/.tools $(call if_another,$(VENV)/.torch,$(TORCH))
 	@echo "=== set-up: $(TORCH) into $(VENV)"
 	"$(BIN)/pip" install --quiet "$(TORCH)"
-	rm -f "$(VENV)"/.torch-*
-	touch "$@"
+	echo "$(TORCH)" > "$@"
 
 # torch comes first, so that pip does not choose one of its own. The build comes before the install,
 # which would hide its progress.
-$(VENV)/.train: $(TORCH_STAMP)
+$(VENV)/.train: $(VENV)/.torch
 	@echo "=== set-up: what the examples need into $(VENV)"
 	FSDP_WERROR=1 "$(BIN)/python" setup.py --quiet build_ext --inplace
 	"$(BIN)/pip" install --quiet --no-build-isolation --editable ".[examples]"
@@ -110,12 +111,12 @@ bench-hosts: extension  ## measure between two hosts, which are namespaces of th
 
 # Two of the peers build themselves against the torch that is there, and with pkg_resources, which
 # setuptools 82 has no more.
-$(PEERS_VENV)/.ready: pyproject.toml
+$(PEERS_VENV)/.ready: pyproject.toml $(call if_another,$(PEERS_VENV)/.ready,$(TORCH))
 	test -x "$(PEERS_BIN)/python" || "$(PYTHON)" -m venv "$(PEERS_VENV)"
 	"$(PEERS_BIN)/pip" install --quiet "setuptools>=77,<82" wheel cmake ninja
 	"$(PEERS_BIN)/pip" install --quiet "$(TORCH)"
 	"$(PEERS_BIN)/pip" install --quiet --no-build-isolation ".[peers]"
-	touch "$@"
+	echo "$(TORCH)" > "$@"
 
 .PHONY: bench-peers
 bench-peers: $(PEERS_VENV)/.ready  ## measure a step beside DeepSpeed, Megatron-FSDP and FairScale, too, in .venv-peers
@@ -230,12 +231,12 @@ plant-faults: $(VENV)/.test  ## plant faults of logic in a copy; the tests see t
 
 # ---- CUDA ----------------------------------------------------------------------------------------
 
-$(CUDA_VENV)/.ready: pyproject.toml
+$(CUDA_VENV)/.ready: pyproject.toml $(call if_another,$(CUDA_VENV)/.ready,$(CUDA_TORCH))
 	test -x "$(CUDA_BIN)/python" || "$(PYTHON)" -m venv "$(CUDA_VENV)"
 	"$(CUDA_BIN)/pip" install --quiet "setuptools>=77" wheel cmake ninja \
 	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	"$(CUDA_BIN)/pip" install --quiet "$(CUDA_TORCH)"
-	touch "$@"
+	echo "$(CUDA_TORCH)" > "$@"
 
 # Installed, not in place: this directory's own build, for the CPU, stays as it is.
 .PHONY: cuda-install

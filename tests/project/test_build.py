@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -295,14 +295,30 @@ def test_builders_that_hide_the_torch_are_told_how_to_build(
         backend.torch_requirements()
 
 
-def test_make_installs_another_torch_over_the_one_that_is_there(tmp_path: Path) -> None:
-    command = ["make", "--dry-run", f"VENV={tmp_path}", "test-python"]
+@pytest.mark.parametrize(
+    ("target", "names", "stamps"),
+    [
+        ("test-python", ("VENV", "TORCH"), (".tools", ".torch", ".train", ".test")),
+        ("bench-peers", ("PEERS_VENV", "TORCH"), (".ready",)),
+        ("cuda-install", ("CUDA_VENV", "CUDA_TORCH"), (".ready",)),
+    ],
+)
+@pytest.mark.parametrize(
+    "torch", ["torch==2.13.0", "https://server/torch-2.13.0%2Bcpu.whl", "torch @ file:///torch.whl"]
+)
+def test_make_installs_another_torch_over_the_one_that_is_there(
+    target: str, names: tuple[str, str], stamps: Sequence[str], torch: str, tmp_path: Path
+) -> None:
+    environment, variable = names
 
     def would_install(torch: str) -> bool:
-        said = subprocess.check_output([*command, f"TORCH={torch}"], cwd=ROOT, text=True)
+        command = ["make", "--dry-run", f"{environment}={tmp_path}", f"{variable}={torch}", target]
+        said = subprocess.check_output(command, cwd=ROOT, text=True)
         return f'install --quiet "{torch}"' in said
 
-    for stamp in (".tools", ".torch-torch--2.13.0", ".train", ".test"):
-        (tmp_path / stamp).touch()
-    assert not would_install("torch==2.13.0")
+    assert would_install(torch)
+    for stamp in stamps:
+        (tmp_path / stamp).write_text(f"{torch}\n")
+    assert not would_install(torch)
     assert would_install("torch==2.11.0")
+    assert would_install(torch[:-1])
