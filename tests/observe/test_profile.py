@@ -24,6 +24,7 @@ from fsdp_ext._util.files import write_text
 from fsdp_ext.profiler.causes import Cause
 
 PLANTED = 0.02  # seconds
+ATTEMPTS = 4  # other load on the machine may hide what is planted
 
 
 def causes(prof: Any) -> dict[str, float]:
@@ -75,20 +76,20 @@ def test_a_planted_fault_is_the_largest_cause(kind: str, cause: Cause) -> None:
     assert max(avoidable, key=lambda name: avoidable[name]) == cause.value, found
 
 
-def _gathers_ahead() -> dict[str, float]:
+def _gathers_ahead() -> bool:
     dist.destroy_process_group()
     warnings.simplefilter("ignore")
     model = make(Simulated(8, Link("slow", alpha=PLANTED, beta=1e12)))
-    return causes(profiled(model, lambda step: model.prefetch_next_forward()))
+    steps, recorded = 4, 3  # the gathers of the first step were issued before the profile began
+    for _ in range(ATTEMPTS):
+        found = causes(profiled(model, lambda step: model.prefetch_next_forward()))
+        if found.get(Cause.AHEAD.value, 0.0) > recorded * PLANTED / steps / 2:
+            return True
+    return False
 
 
 def test_waits_for_gathers_ahead_of_forward_have_a_cause_of_their_own() -> None:
-    (found,) = run_ranks(_gathers_ahead, 1)
-    steps, recorded = 4, 3  # the gathers of the first step were issued before the profile began
-    assert found[Cause.AHEAD.value] > recorded * PLANTED / steps / 2, found
-
-
-ATTEMPTS = 4  # other load on the machine may hide what is planted
+    assert run_ranks(_gathers_ahead, 1) == [True]
 
 
 def _slowed() -> str:

@@ -35,8 +35,10 @@ from bench.harness import ranks, runner
 from bench.harness.options import UsageError, count_of_ranks, parser_of
 from bench.harness.timing import Timing
 from bench.models import overlap_hosts
+from bench.models.overlap_rows import exposed_at_least, hidden_by_hand
+from bench.models.overlap_systems import OURS, Case, Opened, Shape
 from bench.models.training import OF_ONE_RANK, SMALL
-from fsdp_ext import _C
+from fsdp_ext import _C, Link
 from fsdp_ext.checkpoint.snapshot import Snapshot
 
 pytestmark = pytest.mark.timeout(960)
@@ -424,9 +426,18 @@ def test_a_gap_may_hide_the_first_gather(tmp_path: Path) -> None:
         (False, 5000, 94),
         (True, 5000, 94),
     ]
-    for row, ends in zip(rows, (2, 1), strict=True):
-        assert row["simulated_hidden_by_hand"] == pytest.approx(1 - ends / 94, abs=1e-3)
-        assert row["simulated_hidden_at_most"] == pytest.approx(1 - ends / 94, abs=1e-2)
+
+
+@pytest.mark.parametrize(("ahead", "exposed"), [(False, 2), (True, 1)])
+def test_a_gap_hides_the_first_gather_that_is_ahead(ahead: bool, exposed: int) -> None:
+    shape, nbytes = Shape(32, 1024, 64), 1 << 20
+    sent = [("all_gather", nbytes)] * 62 + [("reduce_scatter", nbytes)] * 32
+    system = Opened(mock.Mock(), mock.Mock(), sent, wires=2, buckets=[nbytes] * shape.layers)
+    link = Link("simulated", alpha=0.0, beta=nbytes / 1e-3)
+    wire = len(sent) * 1e-3
+    case = Case(OURS, shape, 64, 2.0, gap=5e-3, ahead=ahead)
+    assert hidden_by_hand(case, system, 2.0) == pytest.approx(1 - exposed / len(sent))
+    assert exposed_at_least(case, link, system, 2 * wire, wire) == pytest.approx(exposed * 1e-3)
 
 
 @pytest.mark.exhaustive
