@@ -13,17 +13,18 @@ read.
 leaves copies to a thread, and the next step of the optimizer has to wait for them. So gradients
 exist already when it is called, and the optimizer steps at once. "blocked" is the time of the call,
 of DCP's wait for its staging and of this step, minus that of a step without a checkpoint in the
-same round. A forward and backward before the step would overlap the copies, so this is the longest
-wait. "slows a step" is what a training loop loses: a forward, a backward and a step with the call
-before them, minus the same without it. "total" ends when the checkpoint is complete, and includes
-the step.
+same round. This is the longest wait for copies. A training loop can lose more, because copies
+compete with forward and backward for the cores: "slows a step" is a forward, a backward and a step
+after async_save, minus the same without it. "total" ends when the checkpoint is complete, and
+includes the step.
 
 The slowest rank counts. "of plain" is the bandwidth divided by that of "plain". "memory" is by how
-much the peak of a rank's resident memory rose, also in the first round, which warms up. "a step" is
-one step of training, for comparison. All ranks but the last one save and load; "load by more ranks"
-loads the same files on all of them. With --ranks 1, one rank saves and loads, and "load by more
-ranks" is left out. --device cuda needs --ranks 1, and its --quick measures the model of 21 M
-parameters.
+much the peak of a rank's resident memory rose, also in a model's first round, which counts for
+nothing else. A round with a small model comes before all others, so that "memory" is not what first
+calls cost. "a step" is one step of training, for comparison. All ranks but the last one save and
+load; "load by more ranks" loads the same files on all of them. With --ranks 1, one rank saves and
+loads, and "load by more ranks" is left out. --device cuda needs --ranks 1, and its --quick measures
+the model of 21 M parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ import os
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +61,7 @@ from bench.harness import ranks
 from bench.harness.options import UsageError
 from bench.harness.output import print_table
 from bench.harness.runner import Keep
-from bench.harness.timing import Timing, as_microseconds
+from bench.harness.timing import INDISTINCT, Timing, as_microseconds, includes_zero
 from bench.models.training import GPT, MEDIUM, SMALL, GPTConfig
 from fsdp_ext import checkpoint
 
@@ -67,6 +70,7 @@ LARGE = GPTConfig(vocabulary=8192, context=64, dim=1024, layers=15, heads=16)  #
 PIECE = 8 << 20
 OURS = "fsdp_ext"
 FIGURES = ("blocked_us", "slows_step_us", "total_us")
+Key = tuple[str, str]  # the system and what it does
 
 
 def nothing() -> None:
@@ -182,7 +186,7 @@ def save_full(training: Training, place: Path) -> None:
 def write_plain(parts: int, training: Training, place: Path) -> None:
     """Write as many bytes as the parameters (1 part), or these and the moments (3 parts)."""
     place.mkdir(exist_ok=True)
-    piece = memoryview(bytearray(os.urandom(1 << 16) * (PIECE >> 16)))
+    piece = memoryview(os.urandom(1 << 16) * (PIECE >> 16))
     remaining = parts * 4 * training.parameters // training.group.size()
     with (place / str(dist.get_rank())).open("wb", buffering=0) as file:
         while remaining > 0:
@@ -242,11 +246,13 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     sizes = [("21 M", MEDIUM), ("200 M", LARGE)]
     if args.quick:
         sizes = sizes[:1] if args.device == "cuda" else [("tiny", SMALL)]
+    with shared_directory() as directory:  # warms up
+        run_rounds(SMALL, savers, device, directory, 1)
     for size, config in sizes:
         with shared_directory() as directory:
-            repeats = 2 if args.quick else 5
-            for row in rows_of(config, savers, device, directory, repeats):
-                if dist.get_rank() == 0:
+            rounds = run_rounds(config, savers, device, directory, 3 if args.quick else 6)
+            if dist.get_rank() == 0:
+                for row in as_rows(rounds, device):
                     keep({"size": size, **row})
 
 
@@ -263,15 +269,55 @@ def shared_directory() -> Iterator[Path]:
             shutil.rmtree(names[0])
 
 
-def rows_of(
-    config: GPTConfig, savers: Any, device: torch.device, directory: Path, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Measure one size of model. ``savers`` are all ranks but the last one, or the only one."""
+@dataclass
+class Rounds:
+    """The figures of each round, in seconds and bytes, for one size of model.
+
+    Args:
+        nbytes: bytes of the weights and the moments.
+        taken: of each call, what `timed` returns.
+        slowed: of each async_save, by how much it slowed a step.
+        steps: steps without a checkpoint.
+    """
+
+    nbytes: int = 0
+    taken: defaultdict[Key, list[tuple[float, ...]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    slowed: defaultdict[Key, list[float]] = field(default_factory=lambda: defaultdict(list))
+    steps: list[float] = field(default_factory=list)
+
+
+def run_rounds(
+    config: GPTConfig, savers: Any, device: torch.device, directory: Path, count: int
+) -> Rounds:
+    """Save and load one size of model.
+
+    ``savers`` are all ranks but the last one, or the only one.
+    """
     world = dist.group.WORLD
     assert world is not None
-    is_saver = savers is not dist.GroupMember.NON_GROUP_MEMBER
-    training = Training(config, savers, device) if is_saver else None
-    calls: dict[tuple[str, str], Any] = {
+    rounds = Rounds()
+    if savers is not dist.GroupMember.NON_GROUP_MEMBER:
+        training = Training(config, savers, device)
+        rounds.nbytes = training.nbytes
+        calls = calls_on(device)
+        for _ in range(count):
+            run_round(training, calls, directory, rounds)
+    dist.barrier()
+    if world.size() > 1:
+        more = Training(config, world, device)
+        for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
+            for _ in range(count):
+                make_ready("load", directory / system, world)
+                taken = timed(partial(call, more, directory / system), more)
+                rounds.taken[system, "load by more ranks"].append(taken)
+    return rounds
+
+
+def calls_on(device: torch.device) -> dict[Key, Any]:
+    """Return the calls of a round, in their order."""
+    return {
         ("plain", "save"): partial(write_plain, 3),
         (OURS, "save"): save_ours,
         (OURS, "async_save"): save_ours_async,
@@ -291,39 +337,26 @@ def rows_of(
         (OURS, "export"): export_ours,
         ("get_model_state_dict", "export"): export_full,
     }
-    results: dict[tuple[str, str], list[tuple[float, ...]]] = {key: [] for key in calls}
-    steps = []
-    if training is not None:
-        for _ in range(1 + repeats):  # the first one warms up
-            dist.barrier(group=savers)
-            start = time.perf_counter()
-            training.backward()
-            computed = time.perf_counter()
-            training.step()
-            stepped = time.perf_counter()
-            steps.append(stepped - start)
-            for (system, action), call in calls.items():
-                place = directory / (f"{system}, exported" if action == "export" else system)
-                here = partial(call, training, place)
-                make_ready(action, place, savers)
-                taken = timed(here, training, stepped - computed)
-                slows = taken[0]
-                if action == "async_save":
-                    make_ready(action, place, savers)
-                    slows, *_ = timed(here, training, stepped - start, has_backward=True)
-                results[system, action].append((*taken, slows))
-    dist.barrier()
-    if world.size() > 1:
-        more = Training(config, world, device)
-        for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
-            key = (system, "load by more ranks")
-            results[key] = []
-            for _ in range(1 + repeats):
-                make_ready("load", directory / system, world)
-                taken = timed(partial(call, more, directory / system), more)
-                results[key].append((*taken, taken[0]))
-    if training is not None and dist.get_rank() == 0:
-        yield from as_rows(results, training.nbytes, device, steps)
+
+
+def run_round(training: Training, calls: dict[Key, Any], directory: Path, rounds: Rounds) -> None:
+    """Train a step, and do each call."""
+    dist.barrier(group=training.group)
+    start = time.perf_counter()
+    training.backward()
+    computed = time.perf_counter()
+    training.step()
+    stepped = time.perf_counter()
+    rounds.steps.append(stepped - start)
+    for (system, action), call in calls.items():
+        place = directory / (f"{system}, exported" if action == "export" else system)
+        here = partial(call, training, place)
+        make_ready(action, place, training.group)
+        rounds.taken[system, action].append(timed(here, training, stepped - computed))
+        if action == "async_save":
+            make_ready(action, place, training.group)
+            slows, *_ = timed(here, training, stepped - start, has_backward=True)
+            rounds.slowed[system, action].append(slows)
 
 
 def make_ready(action: str, place: Path, group: dist.ProcessGroup) -> None:
@@ -338,7 +371,7 @@ def make_ready(action: str, place: Path, group: dist.ProcessGroup) -> None:
 def timed(
     call: Callable[[], Saving | None],
     training: Training,
-    step_alone: float = 0.0,
+    without_save: float = 0.0,
     has_backward: bool = False,
 ) -> Any:
     """Return the blocked and the total seconds, and the rise of the peak memory, of all ranks.
@@ -346,7 +379,7 @@ def timed(
     Args:
         call: saves or loads.
         training: has gradients.
-        step_alone: how long what follows an async_save takes without it: the optimizer's step.
+        without_save: how long what follows an async_save takes without it.
         has_backward: a forward and a backward come before the step.
     """
     before = memory("VmRSS")
@@ -361,7 +394,7 @@ def timed(
         training.step()
     blocked = time.perf_counter() - start
     if saving is not None:
-        blocked -= step_alone
+        blocked -= without_save
         saving.wait()
     total = time.perf_counter() - start
     figures = torch.tensor([blocked, total, memory("VmHWM") - before], dtype=torch.float64)
@@ -386,25 +419,21 @@ def drop_from_cache(directory: Path) -> None:
             os.close(file)
 
 
-def as_rows(
-    results: dict[tuple[str, str], list[Any]],
-    nbytes: int,
-    device: torch.device,
-    steps: list[float],
-) -> Iterator[dict[str, Any]]:
+def as_rows(rounds: Rounds, device: torch.device) -> Iterator[dict[str, Any]]:
     """Return the rows of one size of model.
 
-    The first round, which warms up, counts only for memory: what it allocates may be kept.
+    The first round counts only for memory: what it allocates may be kept.
     """
     plain = {
-        action: Timing.of([total for _, total, *_ in results["plain", action][1:]]).median
+        action: Timing.of([total for _, total, _ in rounds.taken["plain", action][1:]]).median
         for action in ("save", "load", "export")
     }
-    weights = nbytes // 3
-    for (system, action), taken in results.items():
-        blocked, total, _, slows = zip(*taken[1:], strict=True)
+    weights = rounds.nbytes // 3
+    for (system, action), taken in rounds.taken.items():
+        blocked, total, _ = zip(*taken[1:], strict=True)
+        slowed = rounds.slowed.get((system, action))
         kind = next(kind for kind in plain if kind in action)
-        moved = weights if kind == "export" else nbytes
+        moved = weights if kind == "export" else rounds.nbytes
         yield {
             "system": system,
             "action": action,
@@ -412,12 +441,12 @@ def as_rows(
             "transport": "disk",
             "bytes": moved,
             "blocked_us": as_microseconds(Timing.of(blocked)),
-            "slows_step_us": as_microseconds(Timing.of(slows)),
+            "slows_step_us": as_microseconds(Timing.of(slowed[1:])) if slowed else None,
             "total_us": as_microseconds(Timing.of(total)),
             "bytes_per_second": moved / Timing.of(total).median,
             "of_plain": plain[kind] / Timing.of(total).median,
-            "memory_bytes": max(rose for _, _, rose, _ in taken),
-            "step_us": as_microseconds(Timing.of(steps[1:])),
+            "memory_bytes": max(rose for _, _, rose in taken),
+            "step_us": as_microseconds(Timing.of(rounds.steps[1:])),
         }
 
 
@@ -445,6 +474,10 @@ def show(rows: list[dict[str, Any]]) -> None:
         print_table(["system", "call", *times, "MB/s", "of plain", "memory MB"], table)
 
 
-def in_milliseconds(figures: dict[str, float]) -> str:
+def in_milliseconds(figures: dict[str, float] | None) -> str:
+    """Return the median and the quartiles; nothing for what was not measured."""
+    if figures is None:
+        return ""
     median, low, high = (figures[key] / 1e3 for key in ("median", "low", "high"))
-    return f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
+    shown = INDISTINCT if includes_zero(figures) else f"{median:,.0f}"
+    return f"{shown} ({low:,.0f} to {high:,.0f})"

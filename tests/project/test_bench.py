@@ -33,7 +33,7 @@ from bench import __main__ as bench
 from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
 from bench.harness import ranks, runner
 from bench.harness.options import UsageError, count_of_ranks, parser_of
-from bench.harness.timing import Timing
+from bench.harness.timing import INDISTINCT, Timing
 from bench.models import overlap_hosts
 from bench.models.overlap_rows import exposed_at_least, hidden_by_hand
 from bench.models.overlap_systems import OURS, Case, Opened, Shape
@@ -201,17 +201,30 @@ def test_checkpoints_are_timed_beside_those_of_torch(tmp_path: Path) -> None:
     assert {("fsdp_ext", "load by more ranks"), ("DCP", "load by more ranks")} < calls
     assert all(row["blocked_us"]["median"] <= row["total_us"]["median"] for row in rows)
     assert all(row["of_plain"] == 1 for row in rows if row["system"] == "plain")
+    slowed = {row["action"] for row in rows if row["slows_step_us"]}
+    assert slowed == {"async_save"}
     assert "of plain" in printed
 
 
 def test_the_first_round_of_checkpoints_counts_only_for_memory() -> None:
-    rounds = [(9.0, 9.0, 7.0, 9.0), (1.0, 2.0, 3.0, 0.5), (1.0, 2.0, 4.0, 0.5)]
-    results = {("plain", action): rounds for action in ("load", "export", "save")}
-    *_, row = checkpoint.as_rows(results, 12, torch.device("cpu"), [9.0, 3.0, 3.0])
+    taken = [(9.0, 9.0, 7.0), (1.0, 2.0, 3.0), (1.0, 2.0, 4.0)]
+    rounds = checkpoint.Rounds(12, steps=[9.0, 3.0, 3.0])
+    for action in ("load", "export", "save", "async_save"):
+        rounds.taken["plain", action] = taken
+    rounds.slowed["plain", "async_save"] = [9.0, 0.5, 0.5]
+    *_, saved, row = checkpoint.as_rows(rounds, torch.device("cpu"))
     assert row["memory_bytes"] == 7
     medians = [row[key]["median"] for key in (*checkpoint.FIGURES, "step_us")]
     assert medians == [1e6, 0.5e6, 2e6, 3e6]
+    assert saved["slows_step_us"] is None
     assert row["bytes_per_second"] == 6
+
+
+def test_checkpoints_show_no_time_that_may_be_zero() -> None:
+    figures = {"median": 2e3, "low": -1e3, "high": 4e3}
+    assert checkpoint.in_milliseconds(figures) == f"{INDISTINCT} (-1 to 4)"
+    assert checkpoint.in_milliseconds(figures | {"low": 1e3}) == "2 (1 to 4)"
+    assert checkpoint.in_milliseconds(None) == ""
 
 
 @pytest.mark.parametrize("has_backward", [False, True])
