@@ -202,11 +202,14 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
     """Return the plan of a step on GPUs that reach this part of their peak."""
     model = Transformer(PUBLISHED["models"][step.model])
     replicas = max(1, step.ranks // NODE) if step.hybrid else 1
-    of_layer = sum(param.numel() for param in model.layers[0].parameters())
-    shares = step.ranks // replicas, replicas
-    typical = link_of_buckets(("nccl", "nccl"), "nccl", *shares)
-    reduced = step.reduce_bytes * of_layer
-    message = min(reduced, default_reduction_bytes(typical, *shares, median=reduced))
+    shards = step.ranks // replicas
+    between = None
+    if replicas > 1:
+        typical = link_of_buckets(("nccl", "nccl"), "nccl", shards, replicas)
+        of_layer = sum(param.numel() for param in model.layers[0].parameters())
+        most = default_reduction_bytes(typical, shards, replicas, median=0)
+        message = min(step.reduce_bytes * of_layer, most)
+        between = replica_link(step.network, replicas, message // NODE)
     return fsdp_ext.plan(
         model,
         step.ranks,
@@ -217,10 +220,8 @@ def plan_of(step: Step, part: float) -> fsdp_ext.Plan:
         prefetch=DEPTH,
         transport="nccl",
         device_type="cuda",
-        link=ring(step.network, step.ranks // replicas),
-        replica_link=replica_link(step.network, replicas, message // NODE)
-        if replicas > 1
-        else None,
+        link=ring(step.network, shards),
+        replica_link=between,
         compute=seconds_of_units(model, step, part * PUBLISHED["gpus"][step.gpu]["peak"]),
     )
 
