@@ -8,7 +8,7 @@ from fsdp_ext.comm.transports import OF_GPUS, Transport
 
 # The wire time of a bucket's bytes is this many times a launch. So launches are at most a fifth of
 # the time of collectives, if there are enough units to fill the buckets. The first gather and the
-# last reduction, which are always exposed, stay short.
+# last reduction, which no compute of their pass can hide, stay short.
 LAUNCHES = 4
 
 # Measured with `python -m fsdp_ext measure-link`, two ranks on two cores. The latency of shared

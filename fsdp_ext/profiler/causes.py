@@ -9,9 +9,10 @@
 # is slower than the compute beside it: the lane was busy and could not have started earlier. With
 # replicas, reductions have two lanes. The end of backward waits for the all-reduces, so the other
 # lane explains only the time in which none ran. Packing waits for the lane of reductions first. Two
-# exposed parts cannot be avoided. Before the first unit of a forward or a backward there is no
-# compute yet that could hide its gather. After the last unit's gradients no compute is left. A
-# gather that was issued between steps belongs to the iteration before, unlike the wait for it.
+# exposed parts have nothing to hide behind in their pass. Before the first unit of a forward or a
+# backward there is no compute yet that could hide its gather; only a gather ahead of forward may be
+# hidden by the loader. After the last unit's gradients no compute is left. A gather that was issued
+# between steps belongs to the iteration before, unlike the wait for it.
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ MEANING = {
 
 REMEDY = {
     Cause.FIRST: (
-        "call prefetch_next_forward() after the optimizer's step, so that the loader hides it; "
-        "make the first bucket smaller (bucket_bytes)"
+        "in forward, call prefetch_next_forward() after the optimizer's step, so that the loader "
+        "hides it; make the first bucket smaller (bucket_bytes)"
     ),
     Cause.AHEAD: (
         "call prefetch_next_forward() right after the optimizer's step; make the first bucket "
