@@ -52,7 +52,7 @@ def describe() -> dict[str, str]:
     elif torch.version.cuda is not None:
         lines["missing"] = (
             f"CUDA, which torch has ({torch.version.cuda}): install again with FORCE_CUDA=1 and "
-            "CUDA_HOME set to a toolkit of the same major version"
+            "CUDA_HOME set to a toolkit of the same major version, 12.5 or newer"
         )
     return lines
 
