@@ -283,9 +283,9 @@ def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) ->
         if is_updated and of_unit.update is None:
             raise ValueError(
                 f"plan cannot predict times without the seconds that the attached optimizer takes "
-                f"for unit '{unit.name}'. Pass compute to plan() with them as the third "
-                "number of each unit. Without compute and flops_per_second (--flops-per-second), "
-                "only the memory is planned."
+                f"for unit '{unit.name}'. Pass `compute` with three numbers a unit; the third is "
+                "the optimizer's seconds. The command has no option for it: leave out "
+                "--flops-per-second to plan only the memory."
             )
         if not is_updated and of_unit.update is not None:
             raise ValueError(

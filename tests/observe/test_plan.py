@@ -758,7 +758,7 @@ def _tied() -> nn.Module:
             on_meta,
             {"optimizer_attached": True, "flops_per_second": 1e12, "batch": TOKENS},
             ValueError,
-            "plan cannot predict times without the seconds that the attached optimizer takes",
+            "Pass `compute` with three numbers a unit; the third is the optimizer's seconds",
         ),
         (on_meta, {"optimizer_attached": "yes"}, TypeError, "optimizer_attached"),
         (
