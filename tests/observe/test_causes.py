@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_ext.profiler.causes import (
     Cause,
@@ -215,7 +217,7 @@ def test_by_itself_a_rank_knows_a_late_one_by_what_is_usual() -> None:
     iteration = step.passes(forward=40).end()
     typical = typical_seconds([*usual, iteration])
     assert verdict(iteration, typical=typical)[Cause.LATE_RANK] == pytest.approx(4)
-    # Merging ranks does not tell the straggler of each collective: group gathers are left out.
+    # A merge finds no stragglers of group gathers.
     late = {(1, 1): Lateness(0.0, rank=0)}
     assert verdict(iteration, late=late, typical=typical)[Cause.LATE_RANK] == pytest.approx(4)
     late = {(1, iteration.spans.index(span)): Lateness(0.0, rank=0) for span in iteration.spans}
@@ -224,17 +226,18 @@ def test_by_itself_a_rank_knows_a_late_one_by_what_is_usual() -> None:
 
 def recording_of(*iterations: Iteration, is_simulated: bool = False) -> Recording:
     """Return a recording as a profile of a model with three units makes it."""
-    recording = Recording.__new__(Recording)
-    recording.__dict__.update(
-        names=["root", "1", "2"],
-        kinds=[0, 1, 1],
-        is_simulated=is_simulated,
-        rank=0,
-        on_gpu=False,
-        prefetch_depth=1,
-        by_rank={0: list(iterations)},
-        late={},
+    ranks = SimpleNamespace(rank_in_mesh=0, world_size=2, replicas=1)
+    root: Any = SimpleNamespace(
+        units=[
+            SimpleNamespace(name=name, params=[], ranks=ranks, device=torch.device("cpu"))
+            for name in ("root", "1", "2")
+        ],
+        impl=SimpleNamespace(unsharded_bytes=lambda: [0, 1000, 1000]),
+        lanes=SimpleNamespace(transport="simulated", is_simulated=is_simulated),
     )
+    recording = Recording(root, kept=len(iterations))
+    recording.prefetch_depth = 1
+    recording.by_rank = {recording.rank: list(iterations)}
     return recording
 
 
