@@ -112,7 +112,7 @@ def test_weights_train_as_under_fsdp2(
 
 
 def _optimized(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    # PyTorch's cache on disk takes the compiled step of one class of states for that of another.
+    # PyTorch's on-disk cache of compiled code can confuse two of these optimizers.
     torch._functorch.config.enable_autograd_cache = False
     seen: list[list[Tensor]] = []
     for fully_shard in SYSTEMS:
