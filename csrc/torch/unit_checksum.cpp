@@ -49,7 +49,7 @@ StepChecksum::Numbers UnitChecksum::end() {
   using GatherAhead = StepChecksum::GatherAhead;
   const bool is_written = look->shard_version != shard_version();
   const std::int64_t shard = value_of(look->shard);
-  const bool is_outdated = !is_written && value_of(look->is_outdated) != 0;
+  const bool is_outdated = value_of(look->is_outdated) != 0;
   const GatherAhead ahead = !look->is_gathered_ahead ? GatherAhead::No
                             : is_outdated            ? GatherAhead::Outdated
                                                      : GatherAhead::Equal;
@@ -59,7 +59,8 @@ StepChecksum::Numbers UnitChecksum::end() {
 }
 
 void UnitChecksum::compare_with_shard() {
-  if (sum_ == nullptr || !sum_->is_gathered_ahead || sum_->is_outdated.defined()) {
+  if (sum_ == nullptr || !sum_->is_gathered_ahead || sum_->is_outdated.defined() ||
+      sum_->shard_version != shard_version()) {
     return;
   }
   const auto root = unit_.root();

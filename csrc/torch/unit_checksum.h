@@ -24,7 +24,8 @@ class UnitChecksum {
   void discard() { sum_.reset(); }
 
   // Compares this rank's rows of the unsharded parameters, which have just been attached, with the
-  // shard, if a checked step has found the unit gathered ahead.
+  // shard, if a checked step has found the unit gathered ahead. A shard with a new version has been
+  // written since then, for example by an attached optimizer.
   void compare_with_shard();
   // Hashes the unsharded parameters in a checked step, the first time in each pass, because ranks
   // may differ in how often they gather a unit.
