@@ -25,10 +25,12 @@ bool have_attribute(const pybind11::list& objects, const pybind11::str& name,
 // The address of each tensor's memory, to be compared with an earlier result.
 pybind11::bytes addresses_of(const pybind11::list& tensors);
 
-// What module.parameters() lists, or None if Python has to. `named_modules` is that of nn.Module.
-// A walk in Python would take longer than the clipping of small models.
+// Returns module.parameters(), or None if a module overrides the walk, so that Python has to list
+// them. `named_modules` is nn.Module.named_modules. A walk in Python would take longer than the
+// clipping of small models.
 pybind11::object parameters_of(const pybind11::object& module,
                                const pybind11::object& named_modules);
+
 // The parameters that have a gradient.
 pybind11::list with_gradients(const pybind11::list& params);
 void remove_gradients(const pybind11::list& params);

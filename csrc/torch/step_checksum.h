@@ -36,15 +36,15 @@ at::Tensor hash_of(const at::Tensor& tensor);
 at::Tensor hash_by_operators(const at::Tensor& tensor);
 // The same for several tensors together. Not defined if they have no elements.
 at::Tensor hash_of(const std::vector<at::Tensor>& tensors);
-// A tensor with one bool: whether `gathered` is anything but `shard` cast to its dtype. A NaN that
-// was cast equals everything, because casts may change its bytes.
+// A tensor with one bool: whether `gathered` differs from `shard` cast to its dtype. A NaN that was
+// cast equals everything, because casts may change its bytes.
 at::Tensor differs(const at::Tensor& gathered, const at::Tensor& shard);
 
 // An undefined tensor stands for a hash that the step did not compute.
 struct StepChecksum {
   // The numbers that ranks exchange, as step_checks.py in fsdp_ext/sharding reads them: the hashes
   // of forward, backward and the shard (0 if there is none), then 1 if the shard has changed
-  // although nothing wrote it, and at last a GatherAhead.
+  // although nothing wrote it, and a GatherAhead.
   using Numbers = std::array<std::int64_t, 5>;
   enum class GatherAhead : std::uint8_t { No, Equal, Outdated };
 

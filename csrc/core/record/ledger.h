@@ -51,7 +51,7 @@ struct Counters {
   std::uint64_t all_reduces = 0;        // over replicas
   std::uint64_t group_all_gathers = 0;  // over a smaller group: Note [group shards]
   std::uint64_t reused_unshards = 0;    // buckets unsharded again without a collective
-  std::uint64_t dropped_gathers = 0;    // that no unit used
+  std::uint64_t dropped_gathers = 0;    // gathers of buckets that no unit used
   std::uint64_t overflow_slots = 0;     // allocated outside the ring
   std::uint64_t wire_bytes = 0;         // sum of S over all collectives
   std::uint64_t copied_bytes = 0;       // read plus written by pack, unpack and cast

@@ -35,8 +35,9 @@ class UnitUpdate {
  public:
   virtual ~UnitUpdate() = default;
 
-  // Both issue GPU work to `stream`. If it is null, the gradients are complete, and the work runs
-  // on the calling thread. Both may throw. Updates the parameters that have a gradient.
+  // run() updates the parameters that have a gradient. run() and measure() issue GPU work to
+  // `stream`; if it is null, the gradients are complete, and the work runs on the calling thread.
+  // Both may throw.
   virtual void run(Stream* stream) = 0;
   // Called before run() if measures(), with the other ranks.
   virtual void measure(Stream* /*stream*/) {}
@@ -47,7 +48,7 @@ struct UpdateState {
   std::uint64_t count = 0;       // updates so far
   std::uint64_t in_forward = 0;  // updates before the last forward
   bool is_awaited = false;       // the reduced gradients have not been used yet
-  bool awaits_measure = false;   // nor measured
+  bool awaits_measure = false;   // measure() is still to be called
 };
 
 }  // namespace fsdp
