@@ -24,15 +24,21 @@ inline std::string lacks_kernels() {
 }
 
 // Throws an error with CUDA's text unless the call has succeeded, and clears CUDA's record of the
-// last error. `call` is the source text of the call; the message names its function.
+// last error. The error is OutOfMemory if memory ran out. `call` is the source text of the call;
+// the message names its function.
 inline void check_cuda(cudaError_t result, std::string_view call) {
   if (result != cudaSuccess) {
     cudaGetLastError();
     if (result == cudaErrorNoKernelImageForDevice) {
       throw Error(lacks_kernels());
     }
-    throw Error(detail::concat(call.substr(0, call.find('(')), " failed: ",
-                               cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
+    const std::string message =
+        detail::concat(call.substr(0, call.find('(')), " failed: ", cudaGetErrorString(result),
+                       " (", cudaGetErrorName(result), ")");
+    if (result == cudaErrorMemoryAllocation) {
+      throw OutOfMemory(message);
+    }
+    throw Error(message);
   }
 }
 

@@ -1,6 +1,7 @@
 // What a user is told of a GPU that cannot be used.
 #include <gtest/gtest.h>
 
+#include "device/cuda_check.h"
 #include "message_of.h"
 #include "stream_ranks.h"
 
@@ -15,6 +16,15 @@ TEST(CudaDevice, OfAKindThatTheBuildHasNoKernelsForIsNamed) {
   EXPECT_EQ(message,
             "This build of fsdp_ext has no kernels for GPU 0, whose compute capability is 7.5. "
             "Build it with TORCH_CUDA_ARCH_LIST=7.5.");
+}
+
+TEST(CudaDevice, WithTooLittleMemoryThrowsOutOfMemory) {
+  const auto fail_with = [](cudaError_t result) {
+    return [result] { check_cuda(result, "cudaHostAlloc(&memory, bytes, 0)"); };
+  };
+  EXPECT_TRUE(contains(message_of<OutOfMemory>(fail_with(cudaErrorMemoryAllocation)),
+                       "cudaHostAlloc failed: what CUDA says"));
+  EXPECT_THROW(message_of<OutOfMemory>(fail_with(cudaErrorInvalidValue)), Error);
 }
 
 }  // namespace
