@@ -222,8 +222,11 @@ TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
   use_version(23007);
   fake().has_windows = false;
   run_ranks(2, [](Rank rank) {
-    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
+    auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
     EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
+    memory.reset();
+    meet(rank.gather, rank.stream);  // such a buffer need not wait until ranks allocate
+    EXPECT_EQ(rank.gather.registered_memory()->count(), 0);
   });
   const auto calls = fake().drain_calls();
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 2);

@@ -83,8 +83,9 @@ class NcclBuffers final : public RegisteredMemory {
     void* handle = nullptr;
 
     bool is_registered() const { return window != nullptr || handle != nullptr; }
-    // The same on all ranks. See Note [order of windows].
-    bool has_order() const { return is_symmetric && is_registered(); }
+    // The same on all ranks, since NCCL makes windows on all of them or on none. See Note [order
+    // of windows].
+    bool has_order() const { return window != nullptr; }
   };
 
   // State that the deleters of buffers share with this object, which they may outlive.
