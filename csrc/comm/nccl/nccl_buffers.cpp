@@ -78,36 +78,37 @@ std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer) {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     shared_->held.emplace(static_cast<const char*>(buffer.memory), buffer);
   }
-  const auto put_back = [shared = shared_, free_apart = free_apart(buffer.owner)](void* memory) {
+  // Once the buffer is unused, the collecting thread must not own private memory any more.
+  const auto put_back = [shared = shared_, free_apart = free_apart()](void* memory) {
     std::unique_lock<std::mutex> lock(shared->mutex);
+    Buffer freed = std::move(shared->held.extract(static_cast<const char*>(memory)).mapped());
     if (shared->closed) {  // NcclBuffers may have ended
       lock.unlock();
-      free_apart(memory);
+      free_apart(std::move(freed));
       return;
     }
-    const Buffer freed = shared->held.extract(static_cast<const char*>(memory)).mapped();
-    shared->unused.emplace(freed.number, freed);
     shared->any_without_order = shared->any_without_order || !freed.has_order();
+    shared->unused.emplace(freed.number, std::move(freed));
   };
   return {buffer.memory, put_back};
 }
 
-// Returns a function that frees memory on a thread of its own, because the caller's thread may
+// Returns a function that frees a buffer on a thread of its own, because the caller's thread may
 // never have used this device. The function may outlive this object.
-std::function<void(void*)> NcclBuffers::free_apart(std::shared_ptr<void> owner) const {
+std::function<void(NcclBuffers::Buffer)> NcclBuffers::free_apart() const {
   return [select = nccl::selector_of(device_), synchronize = device_.synchronizer(),
-          memory_free = api_.MemFree, owner = std::move(owner)](void* memory) mutable {
+          memory_free = api_.MemFree](Buffer buffer) {
     const auto free_memory = [&] {
       try {
         synchronize();
       } catch (const std::exception&) {
         // The device has failed, or the process ends.
       }
-      if (owner != nullptr) {
-        owner.reset();
+      if (buffer.owner != nullptr) {
+        buffer.owner.reset();
         return nccl::kSuccess;
       }
-      return memory_free(memory);
+      return memory_free(buffer.memory);
     };
     nccl::call_apart(select, free_memory).wait();
   };
@@ -261,7 +262,6 @@ void NcclBuffers::close() {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     shared_->closed = true;
-    shared_->held.clear();
     unused.swap(shared_->unused);
   }
   for (const auto& [number, buffer] : unused) {

@@ -92,7 +92,7 @@ class NcclBuffers final : public RegisteredMemory {
   struct Shared {
     std::mutex mutex;
     bool closed = false;
-    std::map<const char*, Buffer> held;
+    std::map<const char*, Buffer> held;          // by address, also after closing
     std::map<std::uint64_t, Buffer> unused;      // by number: Note [unused buffers]
     std::atomic<bool> any_without_order{false};  // of those
   };
@@ -102,7 +102,7 @@ class NcclBuffers final : public RegisteredMemory {
   Buffer allocate_on_all_ranks(std::size_t bytes, BufferUse use);
   std::vector<std::uint64_t> unused_on_all_ranks();
   std::shared_ptr<void> hand_out(const Buffer& buffer);
-  std::function<void(void*)> free_apart(std::shared_ptr<void> owner) const;
+  std::function<void(Buffer)> free_apart() const;
   Buffer try_to_allocate(std::size_t bytes, BufferUse use);
   Buffer try_once_to_allocate(std::size_t bytes, BufferUse use);
   std::shared_ptr<void> allocate_private(std::size_t bytes);

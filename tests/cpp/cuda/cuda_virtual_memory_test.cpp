@@ -181,6 +181,20 @@ TEST_F(PrivateMemory, AllRanksFailIfNeitherTheDriverNorNcclHasMemory) {
   EXPECT_TRUE(contains(messages[1], "Another rank could not allocate 4096 more")) << messages[1];
 }
 
+// A weak pointer keeps the deleter, like a thread that is still in it.
+TEST_F(PrivateMemory, IsNotOwnedByTheThreadThatHasFreedIt) {
+  EXPECT_EQ(on_lanes(22809, nccl::kUndefined,
+                     [](const Lane& lane) {
+                       auto memory = lane.allocate(lane.reduce, BufferUse::Input);
+                       const void* const freed = memory.get();
+                       const std::weak_ptr<void> deleter = memory;
+                       memory.reset();
+                       lane.reduce.registered_memory()->free_unused();
+                       EXPECT_FALSE(fake_driver().mapping_at(freed).has_value());
+                     }),
+            kNothing);
+}
+
 TEST_F(PrivateMemory, MayOutliveItsCommunicator) {
   std::mutex mutex;
   std::vector<std::shared_ptr<void>> kept;
