@@ -17,6 +17,9 @@
 // on a list. The thread that calls the communicator next deregisters and frees the buffer: when
 // ranks allocate or, if it is no window, before a collective outside a capture. Closing the
 // communicator deregisters all other buffers, which NCCL then no longer knows.
+// The wait for the device does not end if other work in flight needs the collective that comes
+// after it: a receive on another stream, for example, whose sender needs the output of this rank's
+// next forward. Waiting for fewer streams would not help, because cuMemUnmap is synchronous, too.
 #pragma once
 
 #include <atomic>
