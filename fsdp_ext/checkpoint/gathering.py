@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext.checkpoint.boxes import own_boxes, without_others
 from fsdp_ext.checkpoint.ranks import Ranks
@@ -79,6 +80,28 @@ def own_pieces(
     rest = {name: weight for name, weight in weights.items() if name not in in_rows}
     files_of_rest = [[name for name in file if name in rest] for file in files]
     yield from _gathered(rest, files_of_rest, dtype, ranks)
+
+
+def has_all_ranks(weights: Iterable[Weight], ranks: Ranks) -> bool:
+    """Return whether all ranks of the weights' meshes are among ``ranks``."""
+    tensors = (weight.tensor for weight in weights)
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    return all({*mesh.mesh.flatten().tolist()} <= {*ranks.members} for mesh in meshes)
+
+
+def check_groups(weights: Mapping[str, Weight], ranks: Ranks) -> None:
+    """Raise ValueError if a weight has to be gathered from other ranks than ``ranks``."""
+    members = {*ranks.members}
+    for name, weight in weights.items():
+        for dim in sharded_dims(weight.tensor):
+            group = mesh_of(weight.tensor).get_group(dim)
+            others = {*dist.get_process_group_ranks(group)} - members
+            if others:
+                raise ValueError(
+                    f"export got a process_group= without ranks {sorted(others)}, which have parts "
+                    f"of '{name}'. Pass a process_group= of all ranks that share the model's "
+                    "parameters."
+                )
 
 
 def _is_in_rows(weight: Weight) -> bool:

@@ -27,7 +27,13 @@ from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
 from fsdp_ext.checkpoint.directory import make
-from fsdp_ext.checkpoint.gathering import Piece, cut, own_pieces
+from fsdp_ext.checkpoint.gathering import (
+    Piece,
+    check_groups,
+    cut,
+    has_all_ranks,
+    own_pieces,
+)
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
@@ -86,6 +92,7 @@ def export(
             name: Part.whole_of(weight.dtype_as(dtype), tuple(weight.tensor.shape))
             for name, weight in weights.items()
         }
+        check_groups(weights, ranks)
     write_files(
         Path(directory),
         parts,
@@ -93,6 +100,7 @@ def export(
         max_shard_size,
         ranks,
         partial(_write_config, model),
+        may_share=has_all_ranks(weights.values(), ranks),
     )
 
 
@@ -103,6 +111,8 @@ def write_files(
     max_shard_size: int | str,
     ranks: Ranks,
     write_more: Callable[[Path, Layout], object] | None = None,
+    *,
+    may_share: bool = True,
 ) -> None:
     """Write whole tensors in the layout of Hugging Face.
 
@@ -115,6 +125,8 @@ def write_files(
         max_shard_size: as in :func:`export`.
         ranks: the ranks that write.
         write_more: writes what else belongs there into another directory, on rank 0.
+        may_share: whether all ranks may write each file, as far as this rank knows. They do if they
+            see the same directory on one machine, too.
     """
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
@@ -122,13 +134,11 @@ def write_files(
     own = [name for i, name in enumerate(files) if i % ranks.size == ranks.rank]
     writing = _Export(directory, files)
 
-    def begin_renaming(written: list[int]) -> None:
-        missing = sum(part.nbytes for part in parts.values()) - sum(written)
-        if missing > 0:
-            raise ValueError(
-                f"export found all but {missing} bytes of the model on these ranks. Pass a "
-                "process_group= of all ranks of the model's meshes."
-            )
+    def create() -> list[object] | None:
+        writing.create(own)
+        return _place_of(directory) if may_share else None
+
+    def begin_renaming(_: list[None]) -> None:
         if write_more is not None:
             write_more(directory / _CONFIG, parts)  # may raise, so it comes first
         # The directory has no index while names change. A single file is replaced by renaming.
@@ -136,7 +146,7 @@ def write_files(
 
     try:
         with contextlib.closing(writing):
-            are_shared = ranks.agree_on("export", lambda: writing.create(own), _are_one)
+            are_shared = ranks.agree_on("export", create, _are_one)
             to_write = pieces([[*names] for names in files.values()], are_shared)
             ranks.agree_on("export", lambda: writing.write(to_write), begin_renaming)
         with ranks.together("export", partial(_finish, directory, files)):
@@ -255,44 +265,33 @@ class _Export:
         }
         self._open: tuple[Path, int] | None = None  # the file that is being written
 
-    def create(self, files: list[str]) -> list[object] | None:
-        """Make files with their headers.
-
-        Returns:
-            an identifier of the directory on this machine; None if it is unknown.
-        """
+    def create(self, files: list[str]) -> None:
+        """Make files with their headers."""
         for file in files:
             path = self._directory / (file + _PARTIAL)
             with naming(path):
                 self._open = path, disk.create(path)
                 disk.write(self._open[1], [memoryview(self._headers[file])], 0)
             self.close()
-        try:
-            found = self._directory.stat()
-        except OSError:
-            return None
-        return [machine(), found.st_dev, found.st_ino] if machine() else None
 
-    def write(self, pieces: Iterable[Piece]) -> int:
-        """Cast and write pieces, and flush their files. Return how many bytes were written."""
-        nbytes = 0
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Cast and write pieces, and flush their files."""
         failure: Exception | None = None
         for piece in pieces:
             if failure is None:
                 try:
-                    nbytes += self._add(piece)
+                    self._add(piece)
                 except Exception as error:
                     failure = error
             del piece  # before the next gather needs memory
         if failure is not None:
             raise failure
         self._finish()
-        return nbytes
 
-    def _add(self, piece: Piece) -> int:
+    def _add(self, piece: Piece) -> None:
         part = self._parts[piece.name]
         path = self._directory / (self._file_of[piece.name] + _PARTIAL)
-        begin = end = self._begins[piece.name] + piece.first * part.dtype.itemsize
+        end = self._begins[piece.name] + piece.first * part.dtype.itemsize
         if self._open is None or self._open[0] != path:
             self._finish()
             with naming(path):
@@ -302,7 +301,6 @@ class _Export:
             with naming(path):
                 disk.write(self._open[1], [memory], end)
             end += len(memory)
-        return end - begin
 
     def _finish(self) -> None:
         """Flush and close the file that is being written."""
@@ -321,6 +319,15 @@ class _Export:
 def _begins(parts: Layout, begin: int) -> Iterator[int]:
     """Yield where each tensor begins in a file."""
     return itertools.accumulate((part.nbytes for part in parts.values()), initial=begin)
+
+
+def _place_of(directory: Path) -> list[object] | None:
+    """Return an identifier of a directory on this machine; None if it is unknown."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return [machine(), found.st_dev, found.st_ino] if machine() else None
 
 
 def _are_one(places: list[object]) -> bool:

@@ -21,6 +21,7 @@ from support.checkpoints import (
     Way,
     assert_equal,
     made,
+    on_mesh,
     sharded,
     step,
     unchanged,
@@ -39,6 +40,7 @@ from fsdp_ext.checkpoint import (
     stream_weights,
     tensor_files,
 )
+from fsdp_ext.checkpoint.ranks import OtherRanksError
 
 INDEX = "model.safetensors.index.json"
 
@@ -101,6 +103,27 @@ def test_an_export_has_the_state_dict_and_can_be_loaded(world_size: int, tmp_pat
 
 def test_they_do_so_on_meshes(tmp_path: Path) -> None:
     run_ranks(_goes_there_and_back, 4, tmp_path, WAYS_ON_MESHES)
+
+
+def _a_replica_goes_alone(directory: Path) -> None:
+    """Export on one replica of HSDP, and on ranks that lack shards though they have replicas."""
+    model, expected = made(Stack, on_mesh)
+    mesh = model.stem.weight.device_mesh
+    replica = directory / f"replica {mesh.get_local_rank('r')}"
+    export(model, replica, process_group=mesh["s"].get_group())
+    assert_equal(state_in(replica), expected)
+    model, _ = made(Stack, partial(sharded, mesh=mesh["r"]))
+    for one_host in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            if not one_host:
+                patched.setattr(hugging_face, "machine", lambda: str(dist.get_rank()))
+            with pytest.raises((ValueError, OtherRanksError), match=r"Pass a process_group="):
+                export(model, directory, process_group=mesh["s"].get_group())
+    assert all(path.is_dir() for path in directory.iterdir())
+
+
+def test_one_replica_exports_alone_and_ranks_without_all_shards_raise(tmp_path: Path) -> None:
+    run_ranks(_a_replica_goes_alone, 4, tmp_path)
 
 
 def _goes_there_and_back_on_some_ranks(directory: Path) -> None:
@@ -199,7 +222,7 @@ def _lacks_a_rank(directory: Path) -> None:
     model, _ = made(Stack, sharded)
     group = dist.new_group([0])
     if dist.get_rank() == 0:
-        with pytest.raises(ValueError, match=r"found all but \d+ bytes .* Pass a process_group="):
+        with pytest.raises(ValueError, match=r"without ranks \[1\], .* Pass a process_group="):
             export(model, directory, process_group=group)
         assert not list(directory.iterdir())
 
