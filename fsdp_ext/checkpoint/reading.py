@@ -8,7 +8,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -213,9 +213,9 @@ class Reader:
         self._changed = threading.Condition()
         self._is_ended = False  # no more jobs come
         self._threads = ThreadPoolExecutor(_THREADS)
+        self._work: list[Future[None]] = []
 
     def __enter__(self) -> Reader:
-        self._work = [self._threads.submit(self._run) for _ in range(_THREADS)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -259,9 +259,12 @@ class Reader:
 
     def _put(self, file: TensorFile, jobs: list[Job]) -> None:
         with self._changed:
-            if jobs and not self._is_ended:  # a thread that fails ends it
-                self._jobs.setdefault(file, deque()).extend(jobs)
-                self._changed.notify(len(jobs))
+            if not jobs or self._is_ended:  # a thread that fails ends it
+                return
+            self._jobs.setdefault(file, deque()).extend(jobs)
+            self._changed.notify(len(jobs))
+        for _ in range(min(len(jobs), _THREADS - len(self._work))):
+            self._work.append(self._threads.submit(self._run))
 
     def _end(self, *, drop_jobs: bool) -> None:
         """Let the threads end, after all jobs or at once."""

@@ -627,6 +627,30 @@ def test_reading_begins_while_more_is_planned(
     assert resources() == before
 
 
+def test_no_thread_stays_if_another_one_cannot_start(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made()
+    before = threading.active_count()
+    start = threading.Thread.start
+    for number in range(1000):
+        started = iter(range(number))
+
+        def start_some(thread: threading.Thread, started: Any = started) -> None:
+            if next(started, None) is None:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_some)
+        try:
+            assert checkpoint.load(saved, model, optimizer) == {"step": 3}
+            break
+        except RuntimeError as error:
+            assert str(error) == "can't start new thread"  # noqa: PT017
+        assert threading.active_count() == before
+    assert number > 1
+
+
 def _is_interrupted(place: Path) -> None:
     model = nn.ParameterList(torch.zeros(8) for _ in range(50))
     checkpoint.save(place, model)
