@@ -813,7 +813,7 @@ FAULTS = (
     Fault(
         "a checkpoint has its name before those of its files are on the disk",
         f"{CHECKPOINT}/directory.py",
-        "disk.flush_directory(folder)",
+        "disk.flush_path(folder)",
         python=("interrupted",),
     ),
     Fault(

@@ -115,10 +115,10 @@ def begin(directory: Path) -> Path:
 
 def commit(folder: Path) -> Path:
     """Make what was written a checkpoint, and return its path. Rank 0 calls it."""
-    disk.flush_directory(folder)
+    disk.flush_path(folder)
     target = folder.with_name(folder.name.replace(_SAVING, "checkpoint-"))
     disk.rename(folder, target)
-    disk.flush_directory(target.parent)
+    disk.flush_path(target.parent)
     return target
 
 

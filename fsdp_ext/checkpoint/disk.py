@@ -43,10 +43,10 @@ def flush(file: int) -> None:
     os.fsync(file)
 
 
-def flush_directory(path: Path) -> None:
-    """Wait until the disk has the names in a directory."""
+def flush_path(path: Path) -> None:
+    """Wait until the disk has what was written to a file, or the names in a directory."""
     before_change()
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,14 +141,24 @@ def write_files(
     def begin_renaming(_: list[None]) -> None:
         if write_more is not None:
             write_more(directory / _CONFIG, parts)  # may raise, so it comes first
-        # The directory has no index while names change. A single file is replaced by renaming.
-        _remove(directory, INDEX, *({SINGLE} - files.keys()))
+        more = [*directory.glob(f"{_CONFIG}/*")]
+        for path in more:
+            disk.flush_path(path)
+        # The directory has no index while names change. A single file is replaced by renaming,
+        # unless it has another configuration.
+        is_kept = SINGLE in files and all(_are_equal(path, directory / path.name) for path in more)
+        _remove(directory, INDEX, *(() if is_kept else (SINGLE,)))
+        for path in more:
+            disk.rename(path, directory / path.name)
 
     try:
         with contextlib.closing(writing):
             are_shared = ranks.agree_on("export", create, _are_one)
             to_write = pieces([[*names] for names in files.values()], are_shared)
-            ranks.agree_on("export", lambda: writing.write(to_write), begin_renaming)
+            with ranks.together("export"):
+                writing.write(to_write)
+        # One rank flushes each file, when all have written to it.
+        ranks.agree_on("export", lambda: _flush(directory, own), begin_renaming)
         with ranks.together("export", partial(_finish, directory, files)):
             for name in own:
                 disk.rename(directory / (name + _PARTIAL), directory / name)
@@ -258,11 +268,11 @@ class _Export:
         self._parts = {name: part for parts in files.values() for name, part in parts.items()}
         self._file_of = {name: file for file, parts in files.items() for name in parts}
         self._headers = {file: header_of(parts, {"format": "pt"}) for file, parts in files.items()}
-        self._begins = {
-            name: begin
-            for file, parts in files.items()
-            for name, begin in zip(parts, _begins(parts, len(self._headers[file])), strict=False)
-        }
+        self._begins: dict[str, int] = {}
+        for file, parts in files.items():
+            sizes = (part.nbytes for part in parts.values())
+            begins = itertools.accumulate(sizes, initial=len(self._headers[file]))
+            self._begins |= zip(parts, begins, strict=False)
         self._open: tuple[Path, int] | None = None  # the file that is being written
 
     def create(self, files: list[str]) -> None:
@@ -275,7 +285,7 @@ class _Export:
             self.close()
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Cast and write pieces, and flush their files."""
+        """Cast and write pieces."""
         failure: Exception | None = None
         for piece in pieces:
             if failure is None:
@@ -286,14 +296,13 @@ class _Export:
             del piece  # before the next gather needs memory
         if failure is not None:
             raise failure
-        self._finish()
 
     def _add(self, piece: Piece) -> None:
         part = self._parts[piece.name]
         path = self._directory / (self._file_of[piece.name] + _PARTIAL)
         end = self._begins[piece.name] + piece.first * part.dtype.itemsize
         if self._open is None or self._open[0] != path:
-            self._finish()
+            self.close()
             with naming(path):
                 self._open = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         for host in on_host(piece.tensor, part.dtype):
@@ -302,23 +311,11 @@ class _Export:
                 disk.write(self._open[1], [memory], end)
             end += len(memory)
 
-    def _finish(self) -> None:
-        """Flush and close the file that is being written."""
-        if self._open is not None:
-            with naming(self._open[0]):
-                disk.flush(self._open[1])
-        self.close()
-
     def close(self) -> None:
         """Close the file that is being written."""
         if self._open is not None:
             os.close(self._open[1])
         self._open = None
-
-
-def _begins(parts: Layout, begin: int) -> Iterator[int]:
-    """Yield where each tensor begins in a file."""
-    return itertools.accumulate((part.nbytes for part in parts.values()), initial=begin)
 
 
 def _place_of(directory: Path) -> list[object] | None:
@@ -335,17 +332,26 @@ def _are_one(places: list[object]) -> bool:
     return places[0] is not None and all(place == places[0] for place in places)
 
 
+def _flush(directory: Path, files: list[str]) -> None:
+    for file in files:
+        path = directory / (file + _PARTIAL)
+        with naming(path):
+            disk.flush_path(path)
+
+
+def _are_equal(path: Path, other: Path) -> bool:
+    return other.is_file() and path.read_bytes() == other.read_bytes()
+
+
 def _finish(directory: Path, files: dict[str, Layout]) -> None:
-    """Remove the files of an older export, move the configuration, and write the index."""
+    """Remove the files of an older export, and write the index."""
     stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
     _remove(directory, *(name for name in stale if name not in files))
-    for path in [*directory.glob(f"{_CONFIG}/*")]:
-        disk.rename(path, directory / path.name)
     _remove(directory, _CONFIG)
     if SINGLE not in files:
         disk.before_change()
         write_text(directory / INDEX, _index(files))
-    disk.flush_directory(directory)
+    disk.flush_path(directory)
 
 
 def _index(files: dict[str, Layout]) -> str:

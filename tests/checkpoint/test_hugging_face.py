@@ -218,6 +218,21 @@ def test_ranks_of_one_host_write_their_own_rows(tmp_path: Path) -> None:
     assert max(counts) < 0.6 * sum(counts)
 
 
+def _flushes(directory: Path) -> int:
+    """Return how many files of an export this rank flushes."""
+    model, _ = made(Stack, sharded)
+    flushed: list[Path] = []
+    flush = disk.flush_path
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk, "flush_path", lambda path: flushed.append(path) or flush(path))
+        export(model, directory, max_shard_size="2.1KB")
+    return len([path for path in flushed if path.is_relative_to(directory) and path != directory])
+
+
+def test_one_rank_flushes_each_file(tmp_path: Path) -> None:
+    assert run_ranks(_flushes, 2, tmp_path) == [2, 1]
+
+
 def _lacks_a_rank(directory: Path) -> None:
     model, _ = made(Stack, sharded)
     group = dist.new_group([0])
@@ -310,15 +325,29 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_no_partial_file_under_a_f
     assert counts[failing] >= 5
 
 
-@pytest.mark.parametrize("size", [2000, "5GB"])
+class Config:
+    """A configuration, as those of transformers."""
+
+    version = "old"
+
+    def save_pretrained(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text(self.version)
+
+
+@pytest.mark.parametrize(
+    ("size", "version"), [(2000, "old"), ("5GB", "old"), (2000, "new"), ("5GB", "new")]
+)
 def test_an_export_that_is_killed_leaves_no_partial_file_under_a_final_name(
-    size: int | str, tmp_path: Path
+    size: int | str, version: str, tmp_path: Path
 ) -> None:
     model = Stack()
+    model.config = config = Config()  # type: ignore[assignment]
     export(model, tmp_path, max_shard_size=size)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor + 1 for name, tensor in old.items()}
     model.load_state_dict(new)
+    config.version = version
     (tmp_path / "of the user.partial").touch()
     for count in range(1000):
         child = os.fork()
@@ -332,9 +361,12 @@ def test_an_export_that_is_killed_leaves_no_partial_file_under_a_final_name(
             break
         if size == 2000:
             assert_no_part_of(tmp_path, old)
-        else:  # one file replaces the other, so there is always one
+        elif version == "old" or (tmp_path / "model.safetensors").exists():
+            # One file replaces the other, so there is always one if the configuration stays.
             found = state_in(tmp_path)
-            assert_equal(found, new if torch.equal(found["stem.bias"], new["stem.bias"]) else old)
+            is_new = torch.equal(found["stem.bias"], new["stem.bias"])
+            assert_equal(found, new if is_new else old)
+            assert (tmp_path / "config.json").read_text() == (version if is_new else "old")
     assert_equal(state_in(tmp_path), new)
     assert [path.name for path in tmp_path.glob("*.partial")] == ["of the user.partial"]
     assert count > (15 if size == 2000 else 5)

@@ -154,14 +154,24 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk(
     monkeypatch.setattr(disk, "write", note_write)
     monkeypatch.setattr(disk, "rename", note_rename)
     monkeypatch.setattr(os, "fsync", note_flush)
+
+    class Config:
+        """A configuration, as those of transformers."""
+
+        def save_pretrained(self, directory: Path) -> None:
+            directory.mkdir()
+            (directory / "config.json").write_text("{}")
+            unflushed.add(directory / "config.json")
+
     model, optimizer = made(1.0)
     if kind == "a checkpoint":
         checkpoint.save(tmp_path, model, optimizer, {"step": 1})
         assert at_rename == [[]]
         assert changes == ["write"] * changes.count("write") + ["flush"] * 3
     else:
+        model.config = Config()  # type: ignore[assignment]
         checkpoint.export(model, tmp_path)
-        assert at_rename == [[tmp_path]]  # the new name is flushed after the rename
+        assert at_rename == [[tmp_path]] * 2  # the new names are flushed after the renames
     assert not unflushed
 
 
