@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from fsdp_ext.fsdp1.setup import broadcast
 from fsdp_ext.fsdp1.state_dict_forms import State
 from fsdp_ext.fsdp1.whole_tensors import shard_like, without_sharded_tensor
-from fsdp_ext.sharding.root.agreement import exchange
+from fsdp_ext.sharding.root.agreement import exchange, together
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -42,6 +42,16 @@ def saved_group(state: State, names: list[str]) -> dict[str, Any]:
     )
 
 
+def check_names(states: State, params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if there are states of other parameters than the optimizer's."""
+    unknown = sorted(set(states) - set(params))
+    if unknown:
+        raise ValueError(
+            f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
+            "Pass what optim_state_dict returned for the same model."
+        )
+
+
 def shard_values(
     states: State, params: Mapping[str, nn.Parameter], take: Callable[[Any], Any]
 ) -> State:
@@ -52,12 +62,6 @@ def shard_values(
         params: the optimizer's parameters.
         take: is called with each value before it is sharded, and returns the value to use.
     """
-    unknown = sorted(set(states) - set(params))
-    if unknown:
-        raise ValueError(
-            f"the optimizer's state has {unknown}, which are no parameters of the optimizer. "
-            "Pass what optim_state_dict returned for the same model."
-        )
     return {
         name: {
             key: _shard_value(f"{name}.{key}", take(value), params[name])
@@ -143,19 +147,28 @@ def as_rank_0_has_it(state: State, unit: Unit) -> State:
     return {**state, "state": ordered}
 
 
-def from_rank_0(state: State, unit: Unit) -> State:
+def from_rank_0(state: State, unit: Unit, params: Mapping[str, nn.Parameter]) -> State:
     """Return the state of rank 0 of the unit's mesh, whose values :func:`received` takes.
 
+    Args:
+        state: the state, on rank 0.
+        unit: a unit of the model.
+        params: the optimizer's parameters.
+
     Raises:
-        ValueError: if rank 0 has shards. All ranks raise it.
+        TypeError: if rank 0 has no state of an optimizer. All ranks raise it.
+        ValueError: if it has shards, or states of parameters that a rank's optimizer lacks.
     """
     ranks = unit.ranks
     has_it = ranks.rank_in_mesh == 0
-    sent: list[Any] = [_to_send(state) if has_it else None]
+    sent: list[Any] = [None]
+    with together(unit, "the load", "reading rank 0's state"):
+        if has_it:
+            sent = [_to_send(state)]
     for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-    if isinstance(sent[0], ValueError):
-        raise sent[0]
+    with together(unit, "the load", "matching the state with the optimizer"):
+        check_names(sent[0]["state"], params)
     return _with_options(state if has_it else sent[0], lambda value: received(value, unit))
 
 
@@ -175,12 +188,13 @@ def received(value: Any, unit: Unit) -> Any:
     return value
 
 
-def _to_send(state: State) -> State | ValueError:
-    """Return a state with blanks in place of tensors, or an error if they are shards."""
+def _to_send(state: State) -> State:
+    """Return a state with blanks in place of tensors, which have to be whole."""
+    check_state(state)
     for name, values in state["state"].items():
         for key, value in values.items():
             if isinstance(value, (DTensor, ShardedTensor)):
-                return ValueError(
+                raise ValueError(
                     f"rank 0's whole state was to be loaded, and its '{key}' of '{name}' is a "
                     f"{type(value).__name__}, a shard. Set StateDictType.SHARDED_STATE_DICT, or "
                     "call flatten_sharded_optim_state_dict."

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.optimizer_states import (
     as_rank_0_has_it,
+    check_names,
     check_state,
     from_rank_0,
     received,
@@ -408,19 +409,22 @@ class StateDictMethods:
             only_rank_0_has_it: whether rank 0 has the state and sends it to the others.
             named: whether the optimizer has names as keys.
         """
-        if not only_rank_0_has_it or cls._unit_of(model).ranks.rank_in_mesh == 0:
+        if not only_rank_0_has_it:
             check_state(state)
         params = list(chain.from_iterable(groups))
         names = cls._names_of(params, model)
         flats = cls._flat_parameters(names, params, model)
+        own_params = flats.own_parameters()
         take: Callable[[Any], Any] = _unchanged
         if only_rank_0_has_it:
             unit = cls._unit_of(model)
             with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
-                state = from_rank_0(state, unit)
+                state = from_rank_0(state, unit, own_params)
             take = functools.partial(received, unit=unit)
+        else:
+            check_names(state["state"], own_params)
         keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
-        states = flats.join(shard_values(state["state"], flats.own_parameters(), take))
+        states = flats.join(shard_values(state["state"], own_params, take))
         loadable = {**state, "state": {keys[name]: values for name, values in states.items()}}
         if "param_groups" not in state:
             return loadable

@@ -395,6 +395,12 @@ def _optimizers_differ() -> None:
     train(other, fewer, 1)
     with pytest.raises(RuntimeError, match="missing some of those states: rank 1 has none, or not"):
         FSDP.full_optim_state_dict(other, fewer)
+    saved = FSDP.full_optim_state_dict(ours, optimizer)
+    with pytest.raises(ValueError, match=r"on rank 1, .* no parameters of the opt"):
+        FSDP.scatter_full_optim_state_dict(saved, other, optim=fewer)
+    for malformed, kind in (({"state": {"stem.weight": 3}}, RuntimeError), ([], TypeError)):
+        with pytest.raises(kind, match="the load failed on rank 0, in reading rank 0's state"):
+            FSDP.scatter_full_optim_state_dict(malformed if is_first else None, other, optim=fewer)
 
 
 def test_whole_states_of_ranks_whose_optimizers_differ_are_right_or_refused() -> None:
