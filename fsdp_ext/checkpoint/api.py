@@ -127,6 +127,8 @@ def async_save(
         staged = background.Staged(model, contents, optimizers, ranks)
     except Exception as error:
         failure = error
+        for each in background.causes(error):  # tracebacks keep the variables of all callers
+            each.__traceback__ = None
 
     def work() -> Path:
         snapshot = staged.finish() if staged is not None else failure

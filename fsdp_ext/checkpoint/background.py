@@ -8,8 +8,9 @@ import functools
 import os
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -119,9 +120,18 @@ class Saving:
             assert self._write is not None
             self._future.set_result(self._write())
         except BaseException as error:
+            for each in causes(error):  # its functions' variables keep the model and the copies
+                traceback.clear_frames(each.__traceback__)
             self._future.set_exception(error)
         finally:
             self._write = None  # it keeps ``extra`` and the process group
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def lower_priority() -> None:
@@ -256,7 +266,7 @@ class Staged:
             with self._lock:
                 self._versions = []
             del self._copied_now, self._deferred, self._memory
-            self._optimizers = ()  # a step may be looking at it
+            self._optimizers = ()  # replaced, not deleted: before_step may still read it
             self._issued.set()
             self._copied.set()
 

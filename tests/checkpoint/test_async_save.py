@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -444,22 +446,31 @@ def _fail(path: Path) -> Path:
 
 
 def _keeps_nothing_alive(place: Path) -> None:
-    for asks in (True, False):
+    for asks, fails in itertools.product((True, False), ("", "write", "collect")):
         model = fsdp_ext.fully_shard(nn.Linear(2, 2))
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        saving = checkpoint.async_save(place, model, optimizer, {"step": torch.ones(1)})
-        saving.result() if asks else saving.wait_for_copies()
-        [memory] = background._memory.values()
+        extra: Any = object() if fails == "collect" else {"step": torch.ones(1)}
+        with pytest.MonkeyPatch.context() as patched:
+            if fails == "write":
+                patched.setattr(disk, "create", _fail)
+            saving = checkpoint.async_save(place, model, optimizer, extra)
+            saving._thread.join()
+        if asks:
+            with pytest.raises((OSError, TypeError)) if fails else contextlib.nullcontext():
+                saving.result()
+        copies = [*background._memory.get(model, {}).values()]
+        assert len(copies) == (0 if fails == "collect" else 2)
         state = optimizer.state[model.weight]["exp_avg"]
-        kept = [model, optimizer, model.weight, state, memory["others"], memory["deferred"]]
+        kept = [model, optimizer, model.weight, state, *copies]
+        kept += [each.untyped_storage() for each in (model.weight._local_tensor, *copies)]
         alive = [weakref.ref(each) for each in kept]
-        del model, optimizer, memory, state, kept
-        saving._thread.join()
+        del model, optimizer, state, copies, kept
         gc.collect()
-        assert [ref() for ref in alive] == [None] * 6
+        assert [ref() for ref in alive] == [None] * len(alive), (asks, fails)
         assert len(background._running) == (0 if asks else 1)
+        background._running.clear()
 
 
 def test_a_save_that_has_ended_keeps_nothing_alive(tmp_path: Path) -> None:
