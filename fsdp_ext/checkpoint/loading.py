@@ -208,22 +208,27 @@ def _check_fits(name: str, stored: tuple[TensorFile, Part], value: Any) -> None:
 
 
 def _check_scales(stored: Weights, wanted: dict[str, Any], unknown: list[str]) -> None:
-    """Check that no float8 weight is cast without the scale that the same module has in a file."""
-    scales = {_module_of(name): name for name in unknown if "scale" in name.rpartition(".")[2]}
-    for name, value in wanted.items():
-        scale, source = scales.get(_module_of(name)), stored.aliases.get(name, name)
-        if scale is None or source not in stored.parts or not isinstance(value, torch.Tensor):
+    """Check that no float8 weight is cast without its scale, which a file has beside it."""
+    scales = [name for name in unknown if "scale" in name.lower()]
+    for name, value in wanted.items() if scales else ():
+        source = stored.aliases.get(name, name)
+        if source not in stored.parts or not isinstance(value, torch.Tensor):
             continue
         file, part = stored.parts[source][0]
-        if part.dtype.is_floating_point and part.dtype.itemsize == 1 < value.dtype.itemsize:
+        if not part.dtype.is_floating_point or not part.dtype.itemsize == 1 < value.dtype.itemsize:
+            continue
+        of_input = f"{name.rpartition('.')[0]}.input_scale".removeprefix(".")
+        own = (s for s in scales if s == of_input or _is_scale_of(s, name))
+        scale = next(own, None)
+        if scale is not None:
             raise ValueError(
                 f"{file.path} has '{name}' as {part.dtype}, and the model as {value.dtype} without "
                 f"'{scale}'. {QUANTIZED}"
             )
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
+def _is_scale_of(name: str, weight: str) -> bool:
+    return name.startswith(weight) and "scale" in name[len(weight) :].lower()
 
 
 def _whole_like(parts: Parts, name: str) -> torch.Tensor:

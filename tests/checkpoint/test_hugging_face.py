@@ -613,16 +613,17 @@ def test_a_tied_weight_may_have_any_of_its_names(tmp_path: Path) -> None:
 def test_float8_weights_are_not_cast_without_their_scales(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     state = {"weight": model.weight.detach().to(torch.float8_e4m3fn)}
-    for scale in ("weight_scale_inv", "input_scale"):
+    for scale in ("weight_scale_inv", "input_scale", "weight.scale", "weight_SCALE"):
         scales = {scale: torch.ones(1)}
         safetensors.torch.save_file({**state, **scales}, tmp_path / "model.safetensors")
         message = rf"has 'weight' as torch\.float8_e4m3fn, .* without '{scale}'\. Quantized weights"
         for strict in (True, False):
             with pytest.raises(ValueError, match=message):
                 load_pretrained(other, tmp_path, strict)
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    load_pretrained(other, tmp_path)
-    assert torch.equal(other.weight, state["weight"].float())
+    for others in ({}, {"logit_scale": torch.ones(1)}):  # the last is another parameter
+        safetensors.torch.save_file({**state, **others}, tmp_path / "model.safetensors")
+        load_pretrained(other, tmp_path, strict=not others)
+        assert torch.equal(other.weight, state["weight"].float())
 
 
 def test_one_process_needs_no_group(tmp_path: Path) -> None:
