@@ -55,15 +55,14 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             "checkpoint.save", snapshot.digests_of_names, begin
         )
         folder = directory / name
-        written: dict[str, Any] | Exception
-        try:
+
+        def write_own() -> dict[str, Any]:
             written = _write_files(snapshot, folder, ranks.rank, share_work)
             if not same_names:
                 written["whole"] = snapshot.whole_names
             # If a collective was aborted, the kernels behind it have computed with undefined data.
             check_lanes(device_type="cuda")
-        except Exception as error:
-            written = error
+            return written
 
         def end(files: list[dict[str, Any]]) -> str:
             count = sum(of_rank["elements"] for of_rank in files)
@@ -81,7 +80,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             return path.name
 
         try:
-            target: Path = directory / ranks.agree("checkpoint.save", written, end)
+            target: Path = directory / ranks.agree_on("checkpoint.save", write_own, end)
         except BaseException:
             if ranks.rank == 0:
                 with contextlib.suppress(OSError):

@@ -208,7 +208,7 @@ def flat_tensors(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_flat(optimizer: Optimizer) -> bool:
-    return any(True for _ in flat_tensors(optimizer))
+    return next(flat_tensors(optimizer), None) is not None
 
 
 def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
