@@ -300,7 +300,8 @@ def wrap_children(
     def wrap(module: nn.Module, **its_kwargs: Any) -> nn.Module:
         if type(module).forward is nn.Module.forward:
             return module
-        if its_kwargs["process_group"] is not None:  # which only the policy gives
+        is_inherited = its_kwargs["device_mesh"] is kwargs["device_mesh"]
+        if its_kwargs["process_group"] is not None and is_inherited:  # the policy gave the group
             its_kwargs["device_mesh"] = None
         wrapper: nn.Module = wrapper_class(module, **its_kwargs)
         wrapper.__dict__["_runs_in_float32"] = module in in_float32

@@ -142,6 +142,11 @@ def group_of_blocks(module: nn.Module) -> bool | dict[str, Any]:
     return {"process_group": dist.group.WORLD} if isinstance(module, Mlp) else False
 
 
+def group_and_mesh_of_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    group = group_of_blocks(module)
+    return isinstance(group, dict) and {**group, "device_mesh": init_device_mesh("cpu", (2,))}
+
+
 def group_arguments() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for kwargs in (
@@ -150,6 +155,7 @@ def group_arguments() -> None:
         {"device_id": CPU, "use_orig_params": True, "cpu_offload": CPUOffload(True)},
         {"process_group": dist.group.WORLD, "device_id": CPU},
         {"auto_wrap_policy": CustomPolicy(group_of_blocks)},
+        {"auto_wrap_policy": CustomPolicy(group_of_blocks), "device_mesh": mesh},
     ):
         wrapped = FSDP(make(Stack), **{"auto_wrap_policy": BY_BLOCK} | kwargs)
         assert isinstance(wrapped.blocks[0], FSDP)
@@ -201,6 +207,8 @@ def refused() -> None:
         (TypeError, "sharding_strategy is 'FULL_SHARD' but must be",
          wrap(sharding_strategy="FULL_SHARD")),
         (TypeError, "cpu_offload is True but must be a CPUOffload or None", wrap(cpu_offload=True)),
+        (ValueError, "both process_group and device_mesh",
+         wrap(make(Stack), auto_wrap_policy=CustomPolicy(group_and_mesh_of_blocks))),
         (TypeError, "device_mesh is 'cpu' but must be a DeviceMesh or None",
          wrap(device_mesh="cpu")),
         (TypeError, "backward_prefetch is 'pre'.*BACKWARD_PRE", wrap(backward_prefetch="pre")),
