@@ -50,8 +50,8 @@ _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
 class Form:
     """How the tensors of a state dict are returned: whole or sharded, on which device and ranks.
 
-    They are copies, so that training goes on while they are written. Only the local form of models
-    shares memory with them, as FSDP1's does, and the sharded form in :func:`shared_memory`.
+    They are copies, so that training goes on while they are written. Two forms share memory with
+    the model: the local one, as in FSDP1, and the sharded one inside :func:`shared_memory`.
     """
 
     is_full: bool

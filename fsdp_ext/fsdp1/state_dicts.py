@@ -382,7 +382,7 @@ class StateDictMethods:
 
         def convert(value: Any) -> Any:
             converted = form.convert(value)
-            return converted if keeps else None  # memory for one value is enough then
+            return converted if keeps else None  # drop each whole value before the next is gathered
 
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
