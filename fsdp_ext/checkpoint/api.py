@@ -126,9 +126,7 @@ def async_save(
         contents = collect(model, optimizers, extra)
         staged = background.Staged(model, contents, optimizers, ranks)
     except Exception as error:
-        failure = error
-        for each in background.causes(error):  # tracebacks keep the variables of all callers
-            each.__traceback__ = None
+        failure = background.without_frames(error)
 
     def work() -> Path:
         snapshot = staged.finish() if staged is not None else failure

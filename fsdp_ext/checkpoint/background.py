@@ -10,9 +10,10 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -120,18 +121,23 @@ class Saving:
             assert self._write is not None
             self._future.set_result(self._write())
         except BaseException as error:
-            for each in causes(error):  # its functions' variables keep the model and the copies
-                traceback.clear_frames(each.__traceback__)
-            self._future.set_exception(error)
+            self._future.set_exception(without_frames(error))
         finally:
             self._write = None  # it keeps ``extra`` and the process group
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+class _Traceback(Exception):
+    """The text of a traceback."""
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """Replace an error's traceback by its text, because frames keep the model and the copies."""
+    error.__cause__ = _Traceback("\n" + "".join(traceback.format_exception(error)))
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def lower_priority() -> None:

@@ -458,8 +458,12 @@ def _keeps_nothing_alive(place: Path) -> None:
             saving = checkpoint.async_save(place, model, optimizer, extra)
             saving._thread.join()
         if asks:
-            with pytest.raises((OSError, TypeError)) if fails else contextlib.nullcontext():
+            raises = pytest.raises((OSError, TypeError)) if fails else contextlib.nullcontext()
+            with raises as caught:
                 saving.result()
+            if fails:
+                place_of_error = {"write": "in _fail", "collect": "in collect"}[fails]
+                assert place_of_error in str(caught.value.__cause__)
         copies = [*background._memory.get(model, {}).values()]
         assert len(copies) == (0 if fails == "collect" else 2)
         state = optimizer.state[model.weight]["exp_avg"]
