@@ -224,7 +224,7 @@ class Staged:
             self._deferred[kind], others[kind] = content.split(names)
         watched = [pair for content in self._deferred.values() for pair in content.tensors.items()]
         if defers:
-            watched += [pair for each in optimizers for pair in flat_tensors(each)]
+            watched += [pair for each in optimizers for pair in flat_tensors(model, each)]
         self._versions = [(name, tensor, tensor._version) for name, tensor in watched]
         self._changed: list[str] | None = None  # tensors that something else wrote to
         self._lock = threading.Lock()

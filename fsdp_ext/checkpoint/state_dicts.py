@@ -152,7 +152,7 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
                 if name in saved["state"]:
                     states[key] = saved["state"][name]
         loadable = {**state, "state": states, "param_groups": groups}
-        if _is_flat(optimizer):
+        if _flat_parameters(optimizer):
             cls = FullyShardedDataParallel
             loadable = cls.flatten_sharded_optim_state_dict(loadable, model, optimizer)
         optimizer.load_state_dict(loadable)
@@ -184,7 +184,7 @@ def parameters_of(
 
 def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, list[list[str]]]:
     """Return an optimizer's state dict, and the names of the parameters of each group."""
-    if not _is_flat(optimizer):
+    if not _flat_parameters(optimizer):
         return optimizer.state_dict(), _names_of_groups(model, optimizer)
     if any(isinstance(module, TorchFSDP) for module in model.modules()):
         raise NotImplementedError(
@@ -196,19 +196,20 @@ def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, lis
     return state, [list(group["params"]) for group in state["param_groups"]]
 
 
-def flat_tensors(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield flat parameters and their states, of which checkpoints have parts, with a name."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatParameter):
-                yield "_flat_param", param
-                for key, value in optimizer.state.get(param, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        yield f"_flat_param.{key}", value
+    names = {param: name for name, param in model.named_parameters()}
+    for param in _flat_parameters(optimizer):
+        name = names.get(param, "_flat_param")  # the second if the model does not have it
+        yield name, param
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
 
 
-def _is_flat(optimizer: Optimizer) -> bool:
-    return next(flat_tensors(optimizer), None) is not None
+def _flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in params if isinstance(param, FlatParameter)]
 
 
 def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -170,6 +170,7 @@ def _step_while_copies_wait(place: Path, kind: str) -> None:
     Snapshot.copied = copied_late
     wrap = fsdp_ext.FullyShardedDataParallel if kind == "flat" else fsdp_ext.fully_shard
     model: Any = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = nn.Sequential(model) if kind == "flat" else model  # the error names the wrapper
     of_optimizer: Any = torch.optim if kind == "flat" else optim
     optimizer = of_optimizer.AdamW(model.parameters(), lr=1.0)
     attached = kind == "attached"
@@ -194,7 +195,8 @@ def _step_while_copies_wait(place: Path, kind: str) -> None:
     name, param = next(iter(model.named_parameters()))
     written_to = {name: param}
     if kind == "flat":
-        written_to["_flat_param.exp_avg"] = optimizer.state[param]["exp_avg"]
+        assert name == "0._flat_param"
+        written_to[f"{name}.exp_avg"] = optimizer.state[param]["exp_avg"]
     for its_name, written in written_to.items():
         go_on.clear()
         saving = checkpoint.async_save(place, model, optimizer)
