@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fsdp_ext import _C
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.norms import NormRanks, multiply, norm_dtype, norms_of, total_norm
 from fsdp_ext.optim.unit_norms import UnitNorms
@@ -71,7 +72,7 @@ class Safeguards:
                 "number of 0 or more."
             )
         limits = None if max_norm is None else Limits.of("attach", max_norm, norm_type)
-        return cls(limits, before, clip_by, skip_nonfinite)
+        return cls(limits, before, clip_by, as_bool("attach", "skip_nonfinite", skip_nonfinite))
 
     def __str__(self) -> str:
         """Return the arguments that are not the defaults."""

@@ -867,6 +867,8 @@ def _bad_norms_are_refused() -> None:
             optimizer.attach(model, max_norm=1.0, last_norm=last_norm)
     with pytest.raises(ValueError, match="Pass 'last_step' or 'unit'"):
         optimizer.attach(model, max_norm=1.0, clip_by="all")
+    with pytest.raises(TypeError, match="skip_nonfinite='yes'"):
+        optimizer.attach(model, skip_nonfinite="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attach got clip_by='unit' without max_norm"):
         optimizer.attach(model, clip_by="unit")
     with pytest.raises(ValueError, match="Leave out one of them"):
