@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_equal, made, sharded, unchanged
+from support.checkpoints import Configuration, assert_equal, made, sharded, unchanged
 from support.launcher import run_ranks
 from support.models import Stack
 from torch import nn
@@ -100,28 +100,16 @@ def test_ranks_that_differ_in_what_they_export_all_raise(tmp_path: Path) -> None
     run_ranks(_exports_stages, 2, tmp_path)
 
 
-class Config:
-    """A configuration, as those of transformers."""
-
-    is_broken = False
-
-    def save_pretrained(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
-        if self.is_broken:
-            raise TypeError("an entry is not JSON")
-
-
 @pytest.mark.parametrize("size", ["1MB", 500])
 def test_a_configuration_that_cannot_be_written(size: int | str, tmp_path: Path) -> None:
     model = Stack()
-    model.config = Config()  # type: ignore[assignment]
+    model.config = Configuration()  # type: ignore[assignment]
     export(model, tmp_path, size)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert "config.json" in before
     with torch.no_grad():
         model.stem.weight.add_(1)
-    model.config.is_broken = True
-    with pytest.raises(TypeError, match="not JSON"):
+    model.config.text = None
+    with pytest.raises(TypeError, match="must be str"):
         export(model, tmp_path, size)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

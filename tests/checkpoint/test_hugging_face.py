@@ -18,6 +18,7 @@ from support import models
 from support.checkpoints import (
     WAYS,
     WAYS_ON_MESHES,
+    Configuration,
     Way,
     assert_equal,
     made,
@@ -325,16 +326,6 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_no_partial_file_under_a_f
     assert counts[failing] >= 5
 
 
-class Config:
-    """A configuration, as those of transformers."""
-
-    version = "old"
-
-    def save_pretrained(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "config.json").write_text(self.version)
-
-
 @pytest.mark.parametrize(
     ("size", "version"), [(2000, "old"), ("5GB", "old"), (2000, "new"), ("5GB", "new")]
 )
@@ -342,12 +333,12 @@ def test_an_export_that_is_killed_leaves_no_partial_file_under_a_final_name(
     size: int | str, version: str, tmp_path: Path
 ) -> None:
     model = Stack()
-    model.config = config = Config()  # type: ignore[assignment]
+    model.config = config = Configuration("old")  # type: ignore[assignment]
     export(model, tmp_path, max_shard_size=size)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor + 1 for name, tensor in old.items()}
     model.load_state_dict(new)
-    config.version = version
+    config.text = version
     (tmp_path / "of the user.partial").touch()
     for count in range(1000):
         child = os.fork()

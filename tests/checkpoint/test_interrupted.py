@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import Configuration
 from support.launcher import run_ranks
 from torch import nn
 from torch.optim import Optimizer
@@ -155,12 +156,9 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk(
     monkeypatch.setattr(disk, "rename", note_rename)
     monkeypatch.setattr(os, "fsync", note_flush)
 
-    class Config:
-        """A configuration, as those of transformers."""
-
+    class NotedConfiguration(Configuration):
         def save_pretrained(self, directory: Path) -> None:
-            directory.mkdir()
-            (directory / "config.json").write_text("{}")
+            super().save_pretrained(directory)
             unflushed.add(directory / "config.json")
 
     model, optimizer = made(1.0)
@@ -169,7 +167,7 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk(
         assert at_rename == [[]]
         assert changes == ["write"] * changes.count("write") + ["flush"] * 3
     else:
-        model.config = Config()  # type: ignore[assignment]
+        model.config = NotedConfiguration()  # type: ignore[assignment]
         checkpoint.export(model, tmp_path)
         assert at_rename == [[tmp_path]] * 2  # the new names are flushed after the renames
     assert not unflushed

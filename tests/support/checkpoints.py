@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,17 @@ from support import models
 from support.models import Stack, Subject, Transformer
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class Configuration:
+    """A model's configuration, as those of transformers. It cannot be written without a text."""
+
+    def __init__(self, text: str | None = "{}") -> None:
+        self.text = text
+
+    def save_pretrained(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text(self.text)  # type: ignore[arg-type]
 
 
 class WithBuffers(Stack):
