@@ -29,7 +29,7 @@ class UnitNorms:
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
-        # By part, which units own, so that nothing keeps those of a model that no longer exists.
+        # Weak keys: units own their parts, so a deleted model leaves nothing here.
         self._gradients: WeakKeyDictionary[Hashable, _UnitGradients] = WeakKeyDictionary()
         self._norms: WeakKeyDictionary[Hashable, torch.Tensor] = WeakKeyDictionary()
 
