@@ -917,7 +917,7 @@ def test_the_command_plans_attached_optimizers(
         gradients.append(int(row.split()[-1].replace(",", "")))
     assert gradients[1] < gradients[0]
     assert run([*arguments, *more, "--batch", "2x4:int64", "--flops-per-second", "1e12"]) == 2
-    assert "Without compute and flops_per_second (--flops-per-second)" in capsys.readouterr().err
+    assert "leave out --flops-per-second to plan only the memory" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_1_where_memory_does_not_do(
