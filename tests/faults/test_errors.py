@@ -77,7 +77,7 @@ def _room_for(more: int) -> Iterator[None]:
 
 def _too_little_memory() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    fully_shard(Sum(1))(torch.ones(1))  # makes the lanes
+    fully_shard(Sum(1))(torch.ones(1)).sum().backward()  # makes the lanes and autograd's threads
     model: Any = fully_shard(Sum(1 << 25), mp_policy=policy)
     # There is room for a flat gradient of 128 MiB, but not for another slot of 64 MiB.
     with _room_for(160 << 20), raises(torch.OutOfMemoryError, "has too little memory to allocate"):
@@ -88,7 +88,7 @@ def _too_little_memory() -> None:
     model.set_requires_gradient_sync(False)
     loss = model(torch.ones(1)).sum()
     # There is room for a gradient of 64 MiB, but not for an accumulated one of 128 MiB.
-    with _room_for(100 << 20), raises(torch.OutOfMemoryError, "has too little memory to allocate"):
+    with _room_for(120 << 20), raises(torch.OutOfMemoryError, "has too little memory to allocate"):
         loss.backward()
 
 
