@@ -298,13 +298,15 @@ def run_rounds(
     world = dist.group.WORLD
     assert world is not None
     rounds = Rounds()
+    training = None
     if savers is not dist.GroupMember.NON_GROUP_MEMBER:
         training = Training(config, savers, device)
         rounds.nbytes = training.nbytes
         calls = calls_on(device)
-        for _ in range(count):
+    for _ in range(count):
+        if training is not None:
             run_round(training, calls, directory, rounds)
-    dist.barrier()
+        dist.barrier()  # all rounds together may take longer than a collective may wait
     if world.size() > 1:
         more = Training(config, world, device)
         for system, call in ((OURS, load_ours), ("DCP", load_dcp)):
