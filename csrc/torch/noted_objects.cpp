@@ -15,7 +15,7 @@ class ParameterWalk {
  public:
   explicit ParameterWalk(const py::object& named_modules) : named_modules_(named_modules) {}
 
-  // Returns false if a module inside finds its modules in a way of its own, or does not keep them
+  // Returns false if a module inside overrides named_modules, or does not keep its modules
   // and its parameters in plain dicts, as scripted modules do.
   bool visit(py::handle module) {
     if (!modules_.insert(module.ptr()).second) {

@@ -9,8 +9,8 @@
 // exchange these numbers, and fsdp_ext/sharding/root/step_checks.py compares them.
 //
 // A gather that was issued before the step (Note [gathers ahead of forward]) may race with a write
-// that makes no new version. So when such a unit is attached, its rank's own rows are compared with
-// its shard.
+// that makes no new version. So when such a unit is attached, this rank's rows of the gathered
+// parameters are compared with its shard.
 //
 // All of this runs on the compute stream, where the parameters are whole and nobody writes them. On
 // a GPU the numbers stay there until the end of the step. Other steps do nothing but count, and

@@ -111,13 +111,11 @@ class InBackward:
 
     @property
     def key(self) -> Callable[[Any], Hashable] | None:
-        """Maps a parameter to a value. All parameters of a run have to have equal values."""
-        return None
+        """Maps a parameter to a value. All parameters of a run have to have equal values.
 
-    @property
-    def reads_padding(self) -> bool:
-        """Whether the norms of runs include the padding between their gradients."""
-        return False
+        None if norms are not those of runs, which include the padding between gradients.
+        """
+        return None
 
     @property
     def measures(self) -> bool:
@@ -205,10 +203,6 @@ class ClippingByLastStep(InBackward):
     @property
     def key(self) -> Callable[[Any], Hashable]:
         return self._ranks_of
-
-    @property
-    def reads_padding(self) -> bool:
-        return True
 
     def _ranks_of(self, param: Any) -> NormRanks:
         return self._ranks[param]

@@ -289,7 +289,7 @@ class FlatStep(FusedSteps):
                 fused = self._fused_now(group, fits=fits)
                 groups.append({**group, "params": list(own), "fused": fused})
             if clipping is not None:
-                for found in parts if clipping.reads_padding else ():
+                for found in parts if clipping.key is not None else ():
                     found.runs.clear_padding()
                 clipping.clip(part, [pair for found in parts for pair in found.stepped()])
             nonfinite = None if clipping is None else clipping.nonfinite(part)

@@ -130,7 +130,7 @@ def _optimized(kind: Callable[..., torch.optim.Optimizer]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        # 8 and 4 bits hold the states of large weights alone.
+        # Only the states of large weights are quantised to 8 or 4 bits.
         state = optimizer.state[model[0].weight]["exp_avg"].to_local()
         assert "OptimState" in type(state).__name__
         seen.append([*losses, *(param.to_local() for param in model.parameters())])

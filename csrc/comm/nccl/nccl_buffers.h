@@ -14,9 +14,9 @@
 // to run on, while another thread issues collectives of other models on the same communicator. But
 // NCCL has no lock around what a communicator has registered, and unmapping memory waits for the
 // whole device, which would break another thread's graph capture. So freeing a buffer only puts it
-// on a list. The thread that calls the communicator next deregisters and frees the buffer: when
-// ranks allocate or, if it is no window, before a collective outside a capture. Closing the
-// communicator deregisters all other buffers, which NCCL then no longer knows.
+// on a list. The thread that calls the communicator next deregisters and frees the buffer. It frees
+// windows when ranks allocate together, and other buffers also before a collective, except during a
+// capture. Closing the communicator deregisters what is left.
 // The wait for the device does not end if other work in flight needs the collective that comes
 // after it: a receive on another stream, for example, whose sender needs the output of this rank's
 // next forward. Waiting for fewer streams would not help, because cuMemUnmap is synchronous, too.
