@@ -33,6 +33,9 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
       next += unit->gradients.count();
     }
   }
+  if (before != nullptr) {
+    compute.synchronize();  // the stream that takes `before` back may be another one
+  }
 }
 
 std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Bucket>>& buckets,

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <vector>
 
 #include "stream_ranks.h"
 
@@ -31,6 +32,23 @@ TEST(CudaPlan, TheRingIsFreedAfterItsReaders) {
     synchronize(compute_stream);
   });
   fake().register_result = 0;
+}
+
+// The marks of NaN are copied on the compute stream, and the old ones freed on another one.
+TEST(CudaPlan, MarksOfNanAreFreedAfterTheyAreCopied) {
+  on_ranks({2, 300}, [](Rank& rank, int) {
+    rank.step(1.0F, 1.0F);
+    synchronize(compute_stream);
+    rank.side_stream = new_stream("another");
+    const OnStream on(rank.side_stream);
+    rank.pipeline->options().prefetch_depth = 2;
+    allocation_delay = std::chrono::milliseconds(20);  // of the new marks
+    rank.forward();
+    allocation_delay = std::chrono::milliseconds(0);
+    const std::vector<char> found = rank.pipeline->reducer().nonfinite_gradients().find(
+        rank.pipeline->buckets(), rank.units.size());
+    EXPECT_EQ(found, std::vector<char>(rank.units.size(), 0));
+  });
 }
 
 }  // namespace

@@ -39,12 +39,18 @@ inline thread_local cudaStream_t compute_stream = nullptr;
 
 inline void* current_stream(int /*device*/) { return compute_stream; }
 
+// The work that writes new memory of this thread takes that much longer.
+inline thread_local std::chrono::milliseconds allocation_delay{0};
+
 // Work that is queued on the compute stream may still write new memory, and freed memory belongs to
 // that stream.
 inline std::shared_ptr<void> allocate_for(int /*device*/, std::size_t bytes, void* handle) {
   void* memory = std::malloc(bytes);
   auto* const stream = static_cast<cudaStream_t>(handle);
-  enqueue(stream, [=] { std::memset(memory, 0xff, bytes); });
+  enqueue(stream, [=, delay = allocation_delay] {
+    std::this_thread::sleep_for(delay);
+    std::memset(memory, 0xff, bytes);
+  });
   return {memory, [stream, bytes](void* freed) {
             enqueue(stream, [=] {
               std::memset(freed, 0xff, bytes);
