@@ -68,11 +68,6 @@ def as_bool(caller: str, name: str, value: object) -> bool:
 
     Integers and the scalars of NumPy and PyTorch are accepted, too, because remainders and
     comparisons return them.
-
-    Args:
-        caller: the public function, for the message.
-        name: its argument.
-        value: the value that was passed.
     """
     scalar = scalar_of(value)
     if isinstance(scalar, int):

@@ -43,11 +43,7 @@ def untraced(function: Function) -> Function:
 
 
 def expect_graph_breaks(function_names: str) -> None:
-    """Silence Dynamo's warning about C++ functions at which it is meant to break graphs.
-
-    Args:
-        function_names: a regular expression.
-    """
+    """Silence Dynamo's warning about C++ functions at which it is meant to break graphs."""
     warnings.filterwarnings(
         "ignore", rf"Dynamo does not know how to trace the builtin `[^`]*\.({function_names})\."
     )

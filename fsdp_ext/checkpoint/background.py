@@ -196,12 +196,6 @@ class Staged:
     no hooks. Versions show whether anything else wrote to a tensor meanwhile. They are compared
     before the step, or once everything is copied. A forward that moves shards (Note [moving shards]
     in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
-
-    Args:
-        model: the model.
-        contents: what is saved.
-        optimizers: the optimizers that step the model.
-        ranks: the ranks that save.
     """
 
     def __init__(

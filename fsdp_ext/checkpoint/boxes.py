@@ -51,15 +51,7 @@ KnownParts = dict[tuple[object, ...], tuple[tuple[int, ...], tuple[int, ...]]]
 def box_of(
     name: str, tensor: torch.Tensor, rank: int, world_size: int, known: KnownParts | None = None
 ) -> Box | None:
-    """Return this rank's part of a tensor; None if it has none.
-
-    Args:
-        name: the tensor's, for messages.
-        tensor: the tensor.
-        rank: this rank's number in the group that saves.
-        world_size: the size of that group.
-        known: a cache of earlier results, because DTensor computes them slowly.
-    """
+    """Return this rank's part of a tensor; None if it has none."""
     if not isinstance(tensor, DTensor):
         plain, whole = _plain(name, tensor), tuple(tensor.shape)
         return Box(plain, whole, (0,) * len(whole), world_size, rank, False)

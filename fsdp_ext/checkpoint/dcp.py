@@ -116,13 +116,7 @@ def _by_kind(saved: dict[str, Any], source: Path) -> dict[str, Any]:
 def _contents_of(
     saved: Mapping[str, Any], tied: Mapping[str, str], versions: Mapping[str, int]
 ) -> dict[str, Content]:
-    """Return the contents of files.
-
-    Args:
-        saved: the entries "model", and maybe "optimizer" and "extra".
-        tied: as in :func:`content_of_weights`.
-        versions: as in :func:`content_of_weights`.
-    """
+    """Return the contents of files."""
     contents = {"weights": content_of_weights(saved["model"], tied, (), versions)}
     if "optimizer" in saved:
         state = saved["optimizer"]

@@ -190,12 +190,7 @@ def cut(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterat
 
 
 class _Step:
-    """Tensors in flight to the ranks that write them.
-
-    Args:
-        targets: the tensors.
-        dtype, ranks: as :func:`own_pieces` has them.
-    """
+    """Tensors in flight to the ranks that write them."""
 
     @torch.inference_mode(False)
     @torch.no_grad()

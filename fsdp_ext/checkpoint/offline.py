@@ -35,10 +35,6 @@ def export_files(source: Path, directory: Path, max_shard_size: int | str) -> No
 def import_files(source: Path, directory: Path) -> Path:
     """Make a checkpoint of weights in the layout of Hugging Face.
 
-    Args:
-        source: the directory of the files.
-        directory: the directory of the job's checkpoints.
-
     Returns:
         the new checkpoint.
     """
@@ -50,12 +46,7 @@ def import_files(source: Path, directory: Path) -> Path:
 
 
 def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
-    """Make a checkpoint of one rank.
-
-    Args:
-        directory: the directory of the job's checkpoints.
-        contents: what is written, by the kind of file.
-    """
+    """Make a checkpoint of one rank."""
     with directories.locked(directory):
         folder = directories.begin(directory)
         try:

@@ -66,9 +66,6 @@ class Weights:
 class Checkpoint:
     """A checkpoint that is open for reading.
 
-    Args:
-        path: its directory.
-
     Attributes:
         content: what its index says.
 

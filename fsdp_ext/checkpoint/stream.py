@@ -126,10 +126,6 @@ class _Flight:
 
     Parameters that one dimension of a mesh shares travel together, in one collective. Other ones,
     such as those that tensor parallelism has cut, too, are gathered when they are needed.
-
-    Args:
-        weights: the unit's.
-        dtype: as :func:`stream_weights` has it.
     """
 
     def __init__(self, weights: list[Weight], dtype: torch.dtype | None) -> None:

@@ -78,12 +78,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that :func:`encode` was given.
-
-    Args:
-        value: the JSON.
-        tensor_of: returns the tensor of a name.
-    """
+    """Return the value that :func:`encode` was given."""
 
     def inner(item: Any) -> Any:
         return decode(item, tensor_of)

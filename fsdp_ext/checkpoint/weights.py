@@ -79,10 +79,6 @@ def weights_by_unit(model: nn.Module, caller: str) -> list[list[Weight]]:
     """Return the weights that a state dict has: those of each unit, in the order of a state dict.
 
     Units are resharded. Weights outside of units belong to the model's own group.
-
-    Args:
-        model: the model.
-        caller: the public function, for messages.
     """
     refuse_summoned(model)
     for unit in units_below(model):

@@ -31,11 +31,6 @@ _recorders: dict[int, _C.FlightRecorder] = {}  # by rank, since ranks may be thr
 def record_flights(lanes: _C.Lanes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     """Record what ``lanes`` send from now on, unless the environment says not to.
 
-    Args:
-        lanes: the lanes of ``group``.
-        group: the group that they serve.
-        ranks: its ranks in the whole job, in order.
-
     Raises:
         ValueError: if ``TORCH_FR_BUFFER_SIZE`` is no number.
     """

@@ -44,9 +44,6 @@ class InlineCollectives:
     A class in Python may have few methods. It needs all-gathers and all-reduces.
 
     It does not keep the group alive, because lanes live as long as their group.
-
-    Args:
-        group: the mesh's group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

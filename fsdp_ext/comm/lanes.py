@@ -220,15 +220,7 @@ def _group_of(
 def _new_group(
     ranks: Sequence[int], timeout: timedelta, backend: str, name: str, why: str
 ) -> dist.ProcessGroup:
-    """Make a process group. Its ranks call this, and no others.
-
-    Args:
-        ranks: its ranks.
-        timeout: of its collectives, and of making the group.
-        backend: the name of its backend.
-        name: ends its description.
-        why: its purpose, for the message.
-    """
+    """Make a process group. Its ranks call this, and no others."""
     try:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks),
@@ -417,11 +409,6 @@ def order_launches(device: torch.device, at_once: int, blocks: int) -> None:
     all of them, as with MIG, the gathers of one rank and the reductions of another can wait for
     each other for ever. NCCL 2.26 and newer orders them as the host issues them, if told to before
     its first launch. Settings of the user stay. A warning says if NCCL may have launched before.
-
-    Args:
-        device: a GPU.
-        at_once: how many communicators may run at once.
-        blocks: the most thread blocks of one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if processors >= at_once * max(blocks, MOST_BLOCKS) or LAUNCH_ORDER in os.environ:

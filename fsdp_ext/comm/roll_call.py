@@ -49,11 +49,6 @@ def called_by_all(
 
     A call inside the block of another one does not wait.
 
-    Args:
-        groups: the ranks that take part in the block's collectives.
-        caller: the public function that they call, for messages.
-        timeout: the longest wait for another rank.
-
     Raises:
         RuntimeError: if a rank makes another call, has ended, or does not come within the timeout.
             The message names it.

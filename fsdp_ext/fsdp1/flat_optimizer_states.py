@@ -20,12 +20,7 @@ from fsdp_ext.sharding.params.flat_parameter import NAME, FlatParameter
 
 
 class FlatParameters:
-    """The flat parameters of an optimizer, and the names of the parameters in them.
-
-    Args:
-        named: the optimizer's parameters by their names in the model.
-        flats: the model's flat parameters.
-    """
+    """The flat parameters of an optimizer, and the names of the parameters in them."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], flats: Iterable[FlatParameter]) -> None:
         by_param = {flat.param: flat for flat in flats}

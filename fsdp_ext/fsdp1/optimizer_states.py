@@ -150,11 +150,6 @@ def as_rank_0_has_it(state: State, unit: Unit) -> State:
 def from_rank_0(state: State, unit: Unit, params: Mapping[str, nn.Parameter]) -> State:
     """Return the state of rank 0 of the unit's mesh, whose values :func:`received` takes.
 
-    Args:
-        state: the state, on rank 0.
-        unit: a unit of the model.
-        params: the optimizer's parameters.
-
     Raises:
         TypeError: if rank 0 has no state of an optimizer. All ranks raise it.
         ValueError: if it has shards, or states of parameters that a rank's optimizer lacks.

@@ -169,13 +169,7 @@ def resolve_device(device_id: Any) -> torch.device | None:
 def resolve_ignored(
     root: nn.Module, modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return the ignored modules, with all modules below them, and the ignored parameters.
-
-    Args:
-        root: the module that is wrapped.
-        modules: FSDP1's ``ignored_modules``.
-        states: FSDP1's ``ignored_states``.
-    """
+    """Return the ignored modules, with all modules below them, and the ignored parameters."""
     if modules is not None and states is not None:
         raise ValueError("both ignored_modules and ignored_states were passed. Pass one of them.")
     for name, states_given in (("ignored_modules", modules), ("ignored_states", states)):

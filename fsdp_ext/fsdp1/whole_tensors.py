@@ -70,11 +70,6 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
     """Return a ShardedTensor, which FSDP1 makes without a device_mesh, as a DTensor.
 
     It shares memory with the ShardedTensor. Any other value is returned as it is.
-
-    Args:
-        name: the value's name.
-        value: from a state dict.
-        param: the parameter that it belongs to.
     """
     if not isinstance(value, ShardedTensor):
         return value

@@ -34,13 +34,7 @@ from fsdp_ext.sharding.root.unit import Unit, owners_of
 
 
 class OffloadedStates:
-    """Steps an optimizer portion by portion: Note [offloaded states].
-
-    Args:
-        optimizer: gets another ``step``.
-        units: the units of the model.
-        device: the device on which the optimizer steps.
-    """
+    """Steps an optimizer portion by portion: Note [offloaded states]."""
 
     def __init__(self, optimizer: Optimizer, units: list[Unit], device: torch.device) -> None:
         self._units = units

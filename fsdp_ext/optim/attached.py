@@ -24,12 +24,7 @@ from fsdp_ext.sharding.root.unit import Unit, owners_of
 def units_to_attach(
     model: nn.Module, groups: Iterable[Iterable[Any]]
 ) -> dict[Unit, frozenset[Any]]:
-    """Return the units of a model that have parameters of an optimizer, with these.
-
-    Args:
-        model: the model.
-        groups: the optimizer's groups of parameters.
-    """
+    """Return the units of a model that have parameters of an optimizer, with these."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach got {model!r}. Pass the model, a torch.nn.Module.")
     owners = owners_of(units_below(model))
@@ -61,10 +56,6 @@ def agree_to_attach(units: dict[Unit, frozenset[Any]], options: str) -> None:
     """Wait until all ranks attach the same with the same arguments.
 
     The collectives of backward depend on both.
-
-    Args:
-        units: the units with the parameters that are attached.
-        options: the other arguments.
 
     Raises:
         RuntimeError: if a rank has other arguments, or does not call it.

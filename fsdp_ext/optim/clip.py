@@ -87,12 +87,7 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Limits:
-    """The checked arguments of a clipping.
-
-    Args:
-        max_norm: the largest norm to leave.
-        norm_type: ``p`` of the p-norm.
-    """
+    """The checked arguments of a clipping."""
 
     max_norm: float
     norm_type: float

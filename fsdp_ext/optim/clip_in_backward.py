@@ -84,11 +84,7 @@ class Safeguards:
         return ", ".join(f"{name}={value!r}" for name, value in passed.items())
 
     def make(self, params: list[Any]) -> InBackward | None:
-        """Return an object that clips and skips so; None if nothing is to be done.
-
-        Args:
-            params: the optimizer's parameters.
-        """
+        """Return an object that clips and skips so; None if nothing is to be done."""
         if self.limits is None:
             return InBackward(self, 2.0) if self.skip_nonfinite else None
         if self.clip_by == _BY_UNIT:
@@ -97,12 +93,7 @@ class Safeguards:
 
 
 class InBackward:
-    """Finds units whose gradients are not finite, and clips nothing.
-
-    Args:
-        settings: what it was made for.
-        norm_type: ``p`` of the p-norm.
-    """
+    """Finds units whose gradients are not finite, and clips nothing."""
 
     def __init__(self, settings: Safeguards, norm_type: float) -> None:
         self.settings = settings
@@ -149,12 +140,7 @@ class InBackward:
 
 
 class ClippingByUnit(InBackward):
-    """Scales each unit's gradients by their own norm, but not those left to ``step()``.
-
-    Args:
-        settings: what it was made for.
-        limits: of the clipping.
-    """
+    """Scales each unit's gradients by their own norm, but not those left to ``step()``."""
 
     def __init__(self, settings: Safeguards, limits: Limits) -> None:
         super().__init__(settings, limits.norm_type)
@@ -173,13 +159,7 @@ class ClippingByUnit(InBackward):
 
 
 class ClippingByLastStep(InBackward):
-    """Scales gradients by the norm of the step before.
-
-    Args:
-        settings: what it was made for.
-        limits: of the clipping.
-        params: the optimizer's parameters.
-    """
+    """Scales gradients by the norm of the step before."""
 
     def __init__(self, settings: Safeguards, limits: Limits, params: list[Any]) -> None:
         super().__init__(settings, limits.norm_type)

@@ -390,14 +390,7 @@ class _Part:
 
 
 class _Group:
-    """The runs of one group of parameters, with their states.
-
-    Args:
-        params: the group's.
-        states: the optimizer's, by parameter.
-        before: the same group in the last step.
-        key: as for :meth:`_Part.find_groups`.
-    """
+    """The runs of one group of parameters, with their states."""
 
     def __init__(
         self,
@@ -525,12 +518,7 @@ def _key_of(run: FlatRun) -> tuple[int, ...]:
 
 
 class _Alone:
-    """A parameter that is in no run. The step changes its shard, or all of it if it is not sharded.
-
-    Args:
-        param: the parameter, which has a gradient.
-        states: the optimizer's, by parameter.
-    """
+    """A parameter that is in no run. The step changes its shard, or all of it if unsharded."""
 
     def __init__(self, param: Any, states: dict[Any, Any]) -> None:
         self.param = param
@@ -567,10 +555,6 @@ class _Scalars:
 
     The values of all runs are one tensor, and those of all parameters are another, so one operation
     copies them. No two parameters share a value, because PyTorch's code adds to each in place.
-
-    Args:
-        name: the scalar's.
-        states: the runs that have it, with their states.
     """
 
     @torch.no_grad()
@@ -628,13 +612,7 @@ def _read_scalars(states: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def _kinds_of(param: Any, states: dict[str, Any] | None, read: dict[int, float]) -> Hashable | None:
-    """Return what parameters of one run have in common in their states, or None for no run.
-
-    Args:
-        param: a parameter.
-        states: its states.
-        read: the values of scalars.
-    """
+    """Return what parameters of one run have in common in their states, or None for no run."""
     kinds: list[Hashable] = []
     for name, value in sorted((states or {}).items()):
         if _is_elementwise(param, value):

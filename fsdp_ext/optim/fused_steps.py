@@ -57,12 +57,7 @@ class FusedSteps(Optimizer):
         return self._is_scaled
 
     def _fits_fused_code(self, group: dict[str, Any], stepped: dict[torch.Tensor, Any]) -> bool:
-        """Return whether PyTorch's fused code gives correct results for these tensors.
-
-        Args:
-            group: a group.
-            stepped: its tensors, with their states.
-        """
+        """Return whether PyTorch's fused code gives correct results for these tensors."""
         return True
 
     def _fused_now(self, group: dict[str, Any], *, fits: bool) -> bool | None:

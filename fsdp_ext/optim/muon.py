@@ -120,11 +120,7 @@ def _scale(tensors: list[torch.Tensor], factor: float) -> None:
 
 
 class _Matrices:
-    """The parameters of a group that have a gradient, by the ranks that shard them.
-
-    Args:
-        params: the parameters.
-    """
+    """The parameters of a group that have a gradient, by the ranks that shard them."""
 
     def __init__(self, params: list[Any]) -> None:
         self._params = params

@@ -30,12 +30,7 @@ _LEAST_OF_ROUND = 16 * 2**20
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """A matrix that the ranks of a group shard as ``torch.distributed.tensor.Shard`` does.
-
-    Args:
-        shape: of the whole matrix.
-        dim: the dimension that is sharded.
-    """
+    """A matrix that the ranks of a group shard as ``torch.distributed.tensor.Shard`` does."""
 
     shape: torch.Size
     dim: int

@@ -21,11 +21,7 @@ _CALLER = "a backward with an attached optimizer that needs the norm of each uni
 
 
 class UnitNorms:
-    """The norms of units in the current step.
-
-    Args:
-        norm_type: ``p`` of the p-norm.
-    """
+    """The norms of units in the current step."""
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
@@ -35,13 +31,7 @@ class UnitNorms:
 
     @torch.no_grad()
     def measure(self, part: Hashable, params: frozenset[Any], unit: Unit) -> None:
-        """Find the norm of a unit's reduced gradients. All ranks call this in the same order.
-
-        Args:
-            part: stands for the unit.
-            params: the unit's parameters that count.
-            unit: the unit.
-        """
+        """Find the norm of a unit's reduced gradients. All ranks call this in the same order."""
         assert unit.impl is not None
         flat = unit.impl.flat_gradient()
         found = self._gradients.get(part)
@@ -77,11 +67,6 @@ class _UnitGradients:
 
     The flat gradient also has those that are not in ``.grad`` yet, because only other ranks had a
     gradient. It has zeros for parameters that no rank used.
-
-    Args:
-        params: the parameters that count.
-        unit: the unit.
-        flat: its flat gradient.
     """
 
     def __init__(self, params: frozenset[Any], unit: Unit, flat: torch.Tensor) -> None:

@@ -242,10 +242,6 @@ def _gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
     which there would not be enough room otherwise. The rules are those of Note [gradient lifetime]
     in ``csrc/core/reduce/reducer.h`` and Note [order of reductions] in
     ``csrc/core/schedule/reduction_order.h``.
-
-    Args:
-        root: the planned units.
-        found: their buckets.
     """
     backward = list(root.moments())[::-1]
     following = dict(pairwise(moment for moment in backward if moment.kind != "use"))

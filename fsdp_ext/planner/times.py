@@ -43,13 +43,7 @@ class StepCosts:
 
 
 def predict_plan(root: PlannedRoot, found: _C.MemoryPlan, costs: StepCosts) -> Prediction:
-    """Return how long a step takes.
-
-    Args:
-        root: the planned units.
-        found: their buckets and slots.
-        costs: the costs of the parts of the step.
-    """
+    """Return how long a step takes."""
     reached = {moment.unit for moment in root.backward_moments if moment.kind == "leave"}
     stages = [_stage(root, bucket, costs, reached) for bucket in found["buckets"]]
     return predict(

@@ -104,14 +104,7 @@ class PlannedParam:
 
 
 class PlannedUnit(ParamGroup):
-    """A unit whose parameters are whole, with the layout that they would have.
-
-    Args:
-        name: its name in messages.
-        params: its parameters, in any order.
-        ranks: the ranks that it would be on.
-        settings: the settings of its ``fully_shard`` call.
-    """
+    """A unit whose parameters are whole, with the layout that they would have."""
 
     def __init__(
         self, name: str, params: Sequence[PlannedParam], ranks: PlannedRanks, settings: UnitSettings

@@ -47,14 +47,7 @@ class Way:
 
 @dataclass
 class Trainee:
-    """A copy that trains.
-
-    Args:
-        model: the copy.
-        subject: the subject that was copied.
-        way: how it trains.
-        weight: the factor of this rank's loss.
-    """
+    """A copy that trains."""
 
     model: nn.Module
     subject: Subject

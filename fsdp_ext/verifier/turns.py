@@ -33,11 +33,7 @@ _here = threading.local()  # the Turns of each thread
 
 
 class Turns:
-    """Lets one rank run at a time.
-
-    Args:
-        size: how many ranks there are.
-    """
+    """Lets one rank run at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -267,11 +267,6 @@ def resolve_placements(
     The first unit of a root has to have the ranks of all others. The order is the same on all
     ranks.
 
-    Args:
-        shard_placement_fn: the argument of ``fully_shard``.
-        params: the parameters, with names for error messages.
-        ranks: the ranks of the call's mesh.
-
     Raises:
         ValueError: if ``shard_placement_fn`` returns something else than a ``Shard``, a
             ``ShardPlacementResult`` or None, a mesh that cannot be sharded over, or a dimension

@@ -78,13 +78,7 @@ class OwnRows:
 
 
 class GatherInput:
-    """One tensor that an extension gathers, as an entry of the layout: rows of bytes.
-
-    Args:
-        name: its name in messages.
-        like: this rank's tensor.
-        ranks: how many ranks gather it.
-    """
+    """One tensor that an extension gathers, as an entry of the layout: rows of bytes."""
 
     shard_dim = 0
     keeps_dtype = True

@@ -71,12 +71,6 @@ class Extension:
     The C++ unit keeps this, so it refers to nothing that refers to the unit. The metadata may refer
     to a module, and so to the unit. It lies in the rows, which only objects of Python keep, so the
     garbage collector finds the cycle.
-
-    Args:
-        param: the parameter, whose class has both methods.
-        ranks: the ranks that share the parameter.
-        policy: the policy of its unit.
-        dtype: the dtype of the unsharded parameter.
     """
 
     def __init__(
@@ -209,11 +203,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class UnitExtensions:
-    """All extensions of a unit. The C++ unit calls these methods.
-
-    Args:
-        extensions: they are keyed by their parameter's index in the layout.
-    """
+    """All extensions of a unit. The C++ unit calls these methods."""
 
     extensions: dict[int, Extension]
 

@@ -60,13 +60,7 @@ class Param(Protocol):
 
 
 def keeps_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) -> bool:
-    """Return whether the policy's ``param_dtype_override_fn`` leaves ``param`` in its own dtype.
-
-    Args:
-        policy: the unit's policy. PyTorch's has that function since 2.15.
-        name: the parameter's name, for messages.
-        param: the parameter before it is sharded.
-    """
+    """Return whether the policy's ``param_dtype_override_fn`` leaves ``param`` in its own dtype."""
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(param)
     if dtype not in (None, policy.param_dtype, param.dtype):
@@ -90,14 +84,7 @@ def check_can_cast(policy: MixedPrecisionPolicy, name: str, part: torch.Tensor) 
 
 
 class ParamGroup:
-    """The parameters of one unit, gathered and reduced together.
-
-    Args:
-        name: name of the unit, for messages.
-        world_size: how many ranks share the parameters.
-        settings: the settings that the user asked for.
-        replicas: how many ranks have the same rows of them.
-    """
+    """The parameters of one unit, gathered and reduced together."""
 
     params: Sequence[Param]
 

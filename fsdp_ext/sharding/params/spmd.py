@@ -10,13 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A mesh on which every parameter is a DTensor: that of ``fully_shard(dp_mesh_dims=...)``.
-
-    Args:
-        mesh: the whole mesh.
-        shard_names: its dimensions that share parameters, one after another.
-        replicate_names: its dimensions that replicate them.
-    """
+    """A mesh on which every parameter is a DTensor: that of ``fully_shard(dp_mesh_dims=...)``."""
 
     mesh: DeviceMesh
     shard_names: tuple[str, ...]

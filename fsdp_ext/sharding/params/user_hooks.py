@@ -31,12 +31,7 @@ class AllReduceHook:
 
 @dataclass(frozen=True)
 class CommunicationHook:
-    """See ``register_comm_hook`` of :class:`fsdp_ext.FullyShardedDataParallel`.
-
-    Args:
-        function: reduces a unit's gradients in place of a collective.
-        state: its first argument.
-    """
+    """See ``register_comm_hook`` of :class:`fsdp_ext.FullyShardedDataParallel`."""
 
     function: Callable[..., object]
     state: object

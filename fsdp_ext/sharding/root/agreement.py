@@ -62,11 +62,6 @@ def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
 
     If the block raised the same error on all ranks, each rank raises that error.
 
-    Args:
-        unit: any unit of the model.
-        caller: the function that the message names.
-        task: the block's task, for the message.
-
     Raises:
         OutOfMemory: if memory ran out on any rank.
         TypeError: if the failed rank of the lowest number raised one.

@@ -42,11 +42,6 @@ def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) ->
 
     Each unit prefetches the next one, and the last one the units of ``modules``.
 
-    Args:
-        units: the module's units.
-        modules: the user's argument.
-        caller: the public method, for messages.
-
     Raises:
         TypeError: if ``modules`` is no collection.
         ValueError: if one is not sharded, or is not in the model that the units have run in.

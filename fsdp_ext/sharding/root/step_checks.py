@@ -194,12 +194,7 @@ def _listed(found: Sequence[str]) -> str:
 
 
 def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
-    """Return whether there is nothing to find, which is fast with many ranks.
-
-    Args:
-        numbers: by rank, unit and field of :class:`StepChecksum`.
-        ranks: the ranks of the mesh.
-    """
+    """Return whether there is nothing to find, which is fast with many ranks."""
     gathered, shards, changed = numbers[:, :, :2], numbers[:, :, 2], numbers[:, :, 3]
     by_group = shards.reshape(-1, min(ranks.group_size, len(shards)), shards.shape[1])
     alike = (gathered == gathered[0]).all() & (by_group == by_group[0]).all() & (changed == 0).all()

@@ -550,10 +550,6 @@ class Unit(ParamGroup):
     def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
         """Return a C++ unit for the parameters as they are now. :meth:`bind` takes it into use.
 
-        Args:
-            name: the unit's name in the root module.
-            names: the names of the sharded parameters in the root module.
-
         Raises:
             RuntimeError: if parameters are on the meta device.
             ValueError: if dtypes or shapes do not fit.

@@ -21,9 +21,6 @@ class UnitTree:
     """The units under one root module, in order of registration. The first one is the root unit.
 
     The tree refers to the module weakly, because the module's units refer to the tree.
-
-    Args:
-        module: the root module.
     """
 
     units: Sequence[ParamGroup]
