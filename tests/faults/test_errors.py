@@ -11,6 +11,7 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
 from fsdp_ext.sharding.api.arguments import check_device_type
 from fsdp_ext.sharding.root.agreement import _is_out_of_memory
+from fsdp_ext.sharding.root.unit import Unit
 
 
 def raises(error: type[Exception], *words: str) -> Any:
@@ -504,3 +506,24 @@ def _first_forward_fails() -> None:
 
 def test_the_forward_after_a_first_one_that_failed_starts_over() -> None:
     run_ranks(_first_forward_fails, 1)
+
+
+def _units_cannot_be_built() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for transport in TRANSPORTS:
+        for of_model, failing in ((mesh, [1]), (mesh["shard"], [1, 3])):
+            rank = failing[-1] if dist.get_rank() > 1 else failing[0]
+            model: Any = fully_shard(nn.Linear(4, 4), mesh=of_model, transport=transport)
+            for error in (torch.OutOfMemoryError, ValueError):
+                with contextlib.ExitStack() as stack:
+                    if dist.get_rank() in failing:
+                        broken = mock.patch.object(Unit, "_make_impl", side_effect=error("no room"))
+                        stack.enter_context(broken)
+                    stack.enter_context(raises(error, f"failed on rank {rank}", r"no room\. Corr"))
+                    model(torch.ones(1, 4))
+            model(torch.ones(1, 4)).sum().backward()
+            assert model.weight.grad is not None
+
+
+def test_all_ranks_raise_if_one_cannot_build_its_units_and_can_try_again() -> None:
+    run_ranks(_units_cannot_be_built, 4)

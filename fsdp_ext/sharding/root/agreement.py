@@ -10,19 +10,23 @@ the other ranks wait in that collective.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_ext.comm.lanes import texts_if_different
 from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.sharding.root.step_checks import AllGather
 from fsdp_ext.sharding.root.unit import Unit
 
 _TYPES = {error.__name__: error for error in (TypeError, ValueError)}
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(torch.OutOfMemoryError):
     """Memory ran out on at least one rank; all ranks raise it."""
 
 
@@ -57,10 +61,18 @@ def exchange(
 
 
 @contextlib.contextmanager
-def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
+def together(
+    unit: Unit, caller: str, task: str, all_gather: AllGather | None = None
+) -> Iterator[None]:
     """Raise on all ranks if the block raised on any rank: Note [one fails, all raise].
 
     If the block raised the same error on all ranks, each rank raises that error.
+
+    Args:
+        unit: any unit of the model.
+        caller: what the user calls, for messages.
+        task: what the block does, for messages.
+        all_gather: exchanges the errors; the mesh's process groups by default.
 
     Raises:
         OutOfMemory: if memory ran out on any rank.
@@ -76,18 +88,24 @@ def together(unit: Unit, caller: str, task: str) -> Iterator[None]:
     try:
         own = None
         if error is not None:
-            own = (_is_out_of_memory(error), type(error).__name__, str(error))
-        reports = exchange(unit, own)
-        failed = [(*one, rank) for rank, one in enumerate(reports) if one is not None]
+            own = [_is_out_of_memory(error), type(error).__name__, str(error)]
+        if all_gather is None:
+            reports = exchange(unit, own)
+        else:
+            what = f"the comparison of errors in {task}"
+            said = texts_if_different(partial(all_gather, what), json.dumps(own))
+            reports = [own] if said is None else [json.loads(text) for text in said]
+        failed = [(*one, number) for number, one in enumerate(reports) if one is not None]
         if not failed:
             return
         out_of_memory = any(one[0] for one in failed)
         if error is not None and not out_of_memory and all(one == own for one in reports):
             raise error
-        _, name, message, rank = next(one for one in failed if one[0] == out_of_memory)
+        _, name, message, number = next(one for one in failed if one[0] == out_of_memory)
+        rank = unit.ranks.mesh.mesh.flatten()[number].item()
         raise (OutOfMemory if out_of_memory else _TYPES.get(name, RuntimeError))(
-            f"{caller} failed on rank {rank}, in {task}: {name}: {message} Correct that, and call "
-            f"{caller} on all ranks again."
+            f"{caller} failed on rank {rank}, in {task}: {name}: {message.removesuffix('.')}. "
+            f"Correct that, and call {caller} on all ranks again."
         ) from error
     finally:
         # The error's traceback refers to this frame. Without this line the two would be a cycle,

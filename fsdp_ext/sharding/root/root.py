@@ -25,7 +25,7 @@ from fsdp_ext.sharding.params.pending import PendingGradients
 from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root import module_changes
-from fsdp_ext.sharding.root.agreement import has_peers
+from fsdp_ext.sharding.root.agreement import has_peers, together
 from fsdp_ext.sharding.root.auto import chosen_for
 from fsdp_ext.sharding.root.comparisons import (
     compare_groups,
@@ -161,20 +161,15 @@ class Root(UnitTree):
         )
         if self._needs_order_check and not self.is_provisional:
             agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
-        module_changes.check_parameters(self.module, self.units)
-        module_changes.watch(self.module.modules())
-        watch_optimizers_in_backward()
-        names = {param: name for name, param in self.module.named_parameters()}
-        impls = [
-            unit.build(self._name_of(unit, modules[0]), names)
-            for unit, modules in zip(self.units, self.module_names(), strict=True)
-        ]
-        if self._needs_order_check and not self.is_provisional:
+            with together(self.units[0], "forward", "the building of units", impl.all_gather):
+                impls = self._build_units()
             # Ranks of other meshes have other parameters.
             compared = [
                 unit for unit, mesh in zip(self.units, self.meshes, strict=True) if mesh == 0
             ]
             compare_parameters(compared, self.mesh_ranks, impl.all_gather)
+        else:
+            impls = self._build_units()
         configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
         for unit, unit_impl in zip(self.units, impls, strict=True):
             unit.bind(unit_impl)
@@ -189,6 +184,16 @@ class Root(UnitTree):
             for unit, unit_impl in zip(self.units, impls, strict=True):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_impl)
+
+    def _build_units(self) -> list[_C.TorchUnit]:
+        module_changes.check_parameters(self.module, self.units)
+        module_changes.watch(self.module.modules())
+        watch_optimizers_in_backward()
+        names = {param: name for name, param in self.module.named_parameters()}
+        return [
+            unit.build(self._name_of(unit, modules[0]), names)
+            for unit, modules in zip(self.units, self.module_names(), strict=True)
+        ]
 
     def _name_of(self, unit: Unit, module_name: str) -> str:
         name = module_name or "the root"
