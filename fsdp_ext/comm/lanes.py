@@ -88,20 +88,32 @@ def lanes_of(
     return of_group[key]
 
 
-def texts_if_different(exchange: Callable[[bytes], list[bytes]], mine: str) -> list[str] | None:
+def texts_if_different(
+    all_gather: Callable[[str, bytes], list[bytes]], what: str, mine: str
+) -> list[str] | None:
     """Return the texts of all ranks, or None if all are equal. All ranks call this together.
 
     Args:
-        exchange: sends a message and returns those of all ranks, which are as long.
+        all_gather: gets ``what`` and a message, and returns those of all ranks, which are as long.
+        what: what is compared, for messages.
         mine: this rank's text.
+
+    Raises:
+        RuntimeError: if ranks compare different things.
     """
-    said = mine.encode()
-    heads = exchange(hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
+    said = f"{what}\n{mine}".encode()
+    heads = all_gather(what, hashlib.sha256(said).digest() + len(said).to_bytes(8, "little"))
     if all(head == heads[0] for head in heads):
         return None
     longest = max(int.from_bytes(head[-8:], "little") for head in heads)
-    texts = exchange(said.ljust(longest, b"\0"))
-    return [text.rstrip(b"\0").decode() for text in texts]
+    messages = all_gather(what, said.ljust(longest, b"\0"))
+    texts = [message.rstrip(b"\0").decode().partition("\n") for message in messages]
+    if len(names := sorted({name for name, _, _ in texts})) > 1:
+        raise RuntimeError(
+            f"ranks do not meet in the same comparison: {' and '.join(names)}. An earlier forward "
+            "has raised on some ranks alone. Call forward on all ranks again."
+        )
+    return [text for _, _, text in texts]
 
 
 def exchange_messages(lanes: _C.Lanes, mine: bytes) -> list[bytes]:

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
 from fsdp_ext.sharding.api.arguments import check_device_type
 from fsdp_ext.sharding.root.agreement import _is_out_of_memory
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -523,6 +524,21 @@ def _units_cannot_be_built() -> None:
                     model(torch.ones(1, 4))
             model(torch.ones(1, 4)).sum().backward()
             assert model.weight.grad is not None
+
+
+def _ranks_do_not_meet() -> None:
+    for transport in TRANSPORTS:
+        model: Any = fully_shard(nn.Linear(4, 4), transport=transport)
+        if dist.get_rank() == 1:  # after it has compared groups
+            with mock.patch.object(Root, "_resolve", side_effect=OSError), raises(OSError):
+                model(torch.ones(1, 4))
+        with raises(RuntimeError, "of check_every.* and .*ranks' groups", "Call forward on all"):
+            model(torch.ones(1, 4))
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_ranks_of_which_one_has_raised_alone_are_told_and_can_try_again() -> None:
+    run_ranks(_ranks_do_not_meet, 2)
 
 
 def test_all_ranks_raise_if_one_cannot_build_its_units_and_can_try_again() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def together(
             reports = exchange(unit, own)
         else:
             what = f"the comparison of errors in {task}"
-            said = texts_if_different(partial(all_gather, what), json.dumps(own))
+            said = texts_if_different(all_gather, what, json.dumps(own))
             reports = [own] if said is None else [json.loads(text) for text in said]
         failed = [(*one, number) for number, one in enumerate(reports) if one is not None]
         if not failed:

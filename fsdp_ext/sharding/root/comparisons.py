@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +15,7 @@ from fsdp_ext.sharding.params.settings import RootSettings
 from fsdp_ext.sharding.root.step_checks import AllGather, MeshRanks
 from fsdp_ext.sharding.root.unit import Unit
 
+_GROUPS = "the comparison of the ranks' groups in the first forward"
 _PARAMETERS = "the comparison of the ranks' parameters in the first forward"
 
 
@@ -24,7 +24,7 @@ def compare_groups(
 ) -> None:
     """Check that ranks agree on meshes and smaller groups, which they are about to join."""
     mine = " ".join(f"{unit.settings.reshard_group}/{unit.ranks.size}" for unit in units)
-    said = texts_if_different(partial(exchange_messages, lanes), mine)
+    said = texts_if_different(lambda _, text: exchange_messages(lanes, text), _GROUPS, mine)
     if said is None:
         return
     by_unit = zip(*(text.split() for text in said), strict=False)
@@ -59,7 +59,7 @@ def compare_parameters(units: Sequence[Unit], ranks: MeshRanks, all_gather: AllG
     the other rank has nowhere says nothing, since a rank may wrap modules that it looks at.
     """
     mine = "\n".join(f"{name}\t{facts}" for unit in units for name, facts in _parameters_of(unit))
-    said = texts_if_different(partial(all_gather, _PARAMETERS), mine)
+    said = texts_if_different(all_gather, _PARAMETERS, mine)
     if said is None:
         return
     for rank, text in enumerate(said):

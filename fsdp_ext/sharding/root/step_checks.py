@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_ext import _C
+from fsdp_ext.comm.lanes import texts_if_different
 
 _COMPARISON = "the comparison of all ranks at the end of a checked step"
 _AGREEMENT = "the comparison of check_every in the first forward"
@@ -203,12 +204,10 @@ def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
 
 def agree(check_every: int | None, ranks: MeshRanks, all_gather: AllGather) -> None:
     """Check that all ranks have the same ``check_every``."""
-    mine = array("q", [check_every or 0]).tobytes()
-    of_ranks = all_gather(_AGREEMENT, mine)
+    of_ranks = texts_if_different(all_gather, _AGREEMENT, str(check_every)) or []
     for rank, theirs in enumerate(of_ranks):
         if theirs != of_ranks[0]:
-            first, other = (array("q", message)[0] or None for message in (of_ranks[0], theirs))
             raise ValueError(
-                f"check_every is {first} on {ranks.named([0])} and {other} on "
+                f"check_every is {of_ranks[0]} on {ranks.named([0])} and {theirs} on "
                 f"{ranks.named([rank])}. Pass the same value to fully_shard on all ranks."
             )
