@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,18 +154,21 @@ def from_rank_0(state: State, unit: Unit, params: Mapping[str, nn.Parameter]) ->
     Raises:
         TypeError: if rank 0 has no state of an optimizer. All ranks raise it.
         ValueError: if it has shards, or states of parameters that a rank's optimizer lacks.
+        RuntimeError: if one of its values cannot be pickled.
     """
     ranks = unit.ranks
     has_it = ranks.rank_in_mesh == 0
-    sent: list[Any] = [None]
+    sent: list[bytes] = [b""]
     with together(unit, "the load", "reading rank 0's state"):
         if has_it:
-            sent = [_to_send(state)]
+            sent = [pickle.dumps(_to_send(state))]
     for group in reversed(ranks.groups):  # to rank 0 of each shard group, and then within these
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
     with together(unit, "the load", "matching the state with the optimizer"):
-        check_names(sent[0]["state"], params)
-    return _with_options(state if has_it else sent[0], lambda value: received(value, unit))
+        if not has_it:
+            state = pickle.loads(sent[0])
+        check_names(state["state"], params)
+    return _with_options(state, lambda value: received(value, unit))
 
 
 def received(value: Any, unit: Unit) -> Any:

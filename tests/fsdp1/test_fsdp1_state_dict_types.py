@@ -401,6 +401,9 @@ def _optimizers_differ() -> None:
     for malformed, kind in (({"state": {"stem.weight": 3}}, RuntimeError), ([], TypeError)):
         with pytest.raises(kind, match="the load failed on rank 0, in reading rank 0's state"):
             FSDP.scatter_full_optim_state_dict(malformed if is_first else None, other, optim=fewer)
+    unpicklable = {"state": {"stem.weight": {"hook": lambda: None}}}
+    with pytest.raises(RuntimeError, match=r"failed on rank 0, .* pickle .*'\. Correct that"):
+        FSDP.scatter_full_optim_state_dict(unpicklable if is_first else None, other, optim=fewer)
 
 
 def test_whole_states_of_ranks_whose_optimizers_differ_are_right_or_refused() -> None:
