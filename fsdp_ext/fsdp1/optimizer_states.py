@@ -29,6 +29,13 @@ def check_state(state: Any) -> None:
             " which is a dict with 'state'. Pass what optim_state_dict or the optimizer's "
             "state_dict() returned."
         )
+    for key, values in state["state"].items():
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"an object of type {type(values).__name__} was passed for {key!r} in place of an "
+                "optimizer's state of one parameter, which is a dict. Pass what optim_state_dict "
+                "or the optimizer's state_dict() returned."
+            )
 
 
 def saved_group(state: State, names: list[str]) -> dict[str, Any]:
