@@ -1,7 +1,9 @@
-"""An unsharded parameter that somebody kept raises when it is read after it was freed."""
+"""Parameters are freed when they should be, and raise if somebody has kept and reads them."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,3 +72,19 @@ def test_every_read_of_a_freed_parameter_names_its_unit() -> None:
             assert message.startswith(
                 "An unsharded parameter of unit '0' was read while it is freed."
             )
+
+
+def _replaced() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wholes = [weakref.ref(param) for param in model.parameters()]
+    gc.disable()
+    try:
+        fully_shard(model[0])
+        fully_shard(model)
+        assert not any(whole() is not None for whole in wholes)
+    finally:
+        gc.enable()
+
+
+def test_whole_parameters_are_freed_as_soon_as_they_are_sharded() -> None:
+    run_ranks(_replaced, 2)

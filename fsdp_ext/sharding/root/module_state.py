@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -130,19 +131,25 @@ def managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> dict
     """Return the parameters under ``modules`` outside of nested units, with their names."""
     params: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
-
-    def collect(module: nn.Module, prefix: str) -> None:
-        seen.add(module)
-        for name, param in module._parameters.items():
-            if param is not None and param not in ignored:
-                params.setdefault(param, prefix + name)
-        for name, child in module._modules.items():
-            if child is not None and child not in seen and not groups_of(child):
-                collect(child, f"{prefix}{name}.")
-
     for module in modules:
-        collect(module, f"{type(module).__name__}." if len(modules) > 1 else "")
+        prefix = f"{type(module).__name__}." if len(modules) > 1 else ""
+        for name, param in _parameters_outside_of_units(module, prefix, seen):
+            if param not in ignored:
+                params.setdefault(param, name)
     return params
+
+
+# A recursive closure would be a reference cycle, which would keep replaced parameters in memory.
+def _parameters_outside_of_units(
+    module: nn.Module, prefix: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    seen.add(module)
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield prefix + name, param
+    for name, child in module._modules.items():
+        if child is not None and child not in seen and not groups_of(child):
+            yield from _parameters_outside_of_units(child, f"{prefix}{name}.", seen)
 
 
 def replicated_params(modules: list[nn.Module]) -> set[nn.Parameter]:
