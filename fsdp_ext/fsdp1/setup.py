@@ -7,7 +7,7 @@ and broadcasts the tensors of the unit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -405,6 +405,21 @@ def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> No
             f"use_orig_params=False cannot make a flat parameter of '{integer[0]}', which has "
             "integers. Pass use_orig_params=True, or ignore it."
         )
+
+
+def place(
+    own: Mapping[str, nn.Module],
+    ignored: Container[torch.Tensor],
+    device: torch.device | None,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Move the modules' own tensors to ``device``, and give them rank 0's values on ``mesh``."""
+    tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored]
+    if device is not None:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+    if mesh is not None:
+        broadcast(tensors, mesh)
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
@@ -33,7 +34,6 @@ from fsdp_ext.fsdp1.setup import (
     RESHARD_AFTER_FORWARD,
     WRAPPED,
     are_children_wrapped,
-    broadcast,
     cast_buffers,
     check_arguments,
     check_booleans,
@@ -45,7 +45,7 @@ from fsdp_ext.fsdp1.setup import (
     materialise,
     own_modules,
     own_parameters,
-    own_tensors,
+    place,
     refuse_subclasses,
     refuse_torchs_wrappers,
     resolve_device,
@@ -198,8 +198,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         check_arguments(strategy, cpu_offload, backward_prefetch, precision, param_init_fn)
         ignored, ignored_params = resolve_ignored(module, ignored_modules, ignored_states)
         device = resolve_device(device_id)
-        params = set(module.parameters()) - ignored_params
-        check_single_device({param.device for param in params}, device)
+        devices = {param.device for param in set(module.parameters()) - ignored_params}
+        check_single_device(devices, device)
         mesh = resolve_group(module, process_group, device_mesh, device, strategy)
         strategy = strategy_on(mesh, strategy)
         if auto_wrap_policy is not None:
@@ -233,12 +233,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         own = own_modules(module, ignored)
         refuse_subclasses(own, ignored_params)
         materialise(own, param_init_fn, device or torch.device(mesh.device_type))
-        tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored_params]
-        if device is not None:
-            for tensor in tensors:
-                tensor.data = tensor.data.to(device)
-        if sync_module_states:
-            broadcast(tensors, mesh)
+        place(own, ignored_params, device, mesh if sync_module_states else None)
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         if not use_orig_params:
             check_flattened(own, ignored_params)
@@ -257,6 +252,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             self._make_unit(module, mesh, originals, check_every)
         for wrapper in inside:  # last, so that they stay outermost if this wrapper raises
             wrapper._is_root = False
+        if not are_children_wrapped():
+            _let_optimizers_go_on([self, *inside])
 
     def _make_unit(
         self,
@@ -265,7 +262,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         originals: dict[tuple[nn.Module, str], nn.Parameter],
         check_every: int | None,
     ) -> None:
-        """Make the unit of ``module``. Its parameters get what users gave to ``originals``."""
+        """Make the unit of ``module``. Its parameters get what users gave to ``originals``.
+
+        The dict is empty then.
+        """
         precision = self.mixed_precision
         mesh = resolve_mesh(mesh)
         check_numbers(check_every=check_every)
@@ -291,9 +291,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         if not self._use_orig_params:
             flatten_unit(unit)
         mark_flattened(unit)
-        _carry_over_to_shards(originals)
-        if self._use_orig_params and not are_children_wrapped():
-            let_optimizers_go_on()
+        replaced = _carry_over_to_shards(originals)
+        originals.clear()
+        self._has_referenced_originals = any(param() is not None for param in replaced)
         owners: set[Any] = {owner for owner, _ in unit.attributes()}
         for owner in owners:
             owner.register_load_state_dict_pre_hook(shard_whole_parameters)
@@ -304,6 +304,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
     _is_root: bool
     _use_orig_params: bool
+    _has_referenced_originals = False  # so that optimizers may have them
 
     @property
     def module(self) -> nn.Module:
@@ -514,11 +515,27 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
             wrapper._fsdp_ext_unit.change(communication_hook=CommunicationHook(hook, state))
 
 
-def _carry_over_to_shards(originals: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Pass attributes and optimizers of the original parameters on to the sharded ones."""
+def _let_optimizers_go_on(wrappers: list[FullyShardedDataParallel]) -> None:
+    """Give optimizers the sharded parameters. Nothing is searched if they cannot have others."""
+    if any(wrapper._has_referenced_originals for wrapper in wrappers):
+        let_optimizers_go_on()
+    for wrapper in wrappers:
+        wrapper._has_referenced_originals = False
+
+
+def _carry_over_to_shards(
+    originals: dict[tuple[nn.Module, str], nn.Parameter],
+) -> list[weakref.ref[nn.Parameter]]:
+    """Pass attributes and optimizers of the original parameters on to the sharded ones.
+
+    Returns the parameters that were replaced.
+    """
+    replaced = []
     for (module, name), param in originals.items():
         sharded = module._parameters[name]
         if sharded is not None and sharded is not param and is_sharded(sharded):
             if type(param) is nn.Parameter:  # not what other classes add
                 carry_attributes(param, sharded)
             hand_over(param, sharded)
+            replaced.append(weakref.ref(param))
+    return replaced

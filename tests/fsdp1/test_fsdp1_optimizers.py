@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 6
+CPU = torch.device("cpu")
 
 
 def make() -> nn.Sequential:
@@ -55,6 +59,28 @@ def before_first_step() -> None:
 
 def test_zero_grad_and_state_dicts_know_the_shards_before_the_first_step() -> None:
     run_ranks(before_first_step, 2)
+
+
+def searched() -> None:
+    def by_hand(model: Any) -> Any:
+        for index in (0, 2):
+            model[index] = FSDP(model[index], use_orig_params=True, device_id=CPU)
+        return FSDP(model, use_orig_params=True, sync_module_states=True)
+
+    for shard in (functools.partial(wrap, use_orig_params=True), by_hand):
+        for made_before in (False, True):
+            model: Any = make()
+            optimizer = torch.optim.SGD(model.parameters()) if made_before else None
+            with mock.patch.object(gc, "get_objects", side_effect=gc.get_objects) as search:
+                model = shard(model)
+            assert search.call_count == made_before * (1 if shard is not by_hand else 2)
+            assert optimizer is None or {*optimizer.param_groups[0]["params"]} == {
+                *model.parameters()
+            }
+
+
+def test_optimizers_are_searched_only_if_some_may_have_the_original_parameters() -> None:
+    run_ranks(searched, 2)
 
 
 def made_while_summoned() -> None:
