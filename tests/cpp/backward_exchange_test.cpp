@@ -102,6 +102,18 @@ TEST(BackwardExchange, WithoutPeersARankHasItsOwnGradientsOnly) {
       options);
 }
 
+TEST(BackwardExchange, ATimeoutIsReportedAlthoughAnAnswerMayStillCome) {
+  const auto gather_point = std::make_shared<MeetingPoint>(2, kTimeout);
+  const auto reduce_point = std::make_shared<MeetingPoint>(2, kTimeout);
+  Lanes lanes = make_lanes(new ThreadsCommunicator(gather_point, 0), reduce_point, 0,
+                           std::chrono::milliseconds(20));
+  BackwardExchange exchange(lanes, nullptr, /*has_peers=*/true);
+  EXPECT_THROW(exchange.all_gather("an exchange", "mine"), TimeoutError);
+  gather_point->meet(1, "ours", [](const std::vector<const void*>& messages) {
+    EXPECT_EQ(std::string(static_cast<const char*>(messages[0]), 4), "mine");
+  });
+}
+
 // All units have the same size, so the transport notices nothing.
 TEST(BackwardExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
   PipelineOptions options;

@@ -310,8 +310,8 @@ TEST_F(FlightRecords, HoldAWholeStepOfBothLanes) {
   });
   const std::string content = content_of(recorder->path());
   for (const char* part :
-       {"the comparison of the next all-gather", "the all-gather of unit 'unit1' in forward",
-        "the all-gather of unit 'unit1' in backward",
+       {"the comparison of the all-gather of unit 'unit1'",
+        "the all-gather of unit 'unit1' in forward", "the all-gather of unit 'unit1' in backward",
         "the reduce-scatter of unit 'unit2' in backward",
         "the exchange of all ranks at the end of backward", "gloo:_reduce_scatter_base"}) {
     expect_contains(content, part);

@@ -172,8 +172,10 @@ NOT_SEEN = {
     "comm/nccl/nccl_buffers.cpp synchronize: device_.synchronizer()();": AFTER_USE,
     "comm/nccl/nccl_watchdog.cpp update_oldest_pending: "
     "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
-    "core/agree/backward_exchange.cpp drain: lanes_.gather.drain();": AFTER_USE,
-    "core/agree/backward_exchange.cpp drain: replicas_->gather.drain();": AFTER_USE,
+    "core/agree/backward_exchange.cpp ~BackwardExchange: lanes_.gather.drain();": AFTER_USE,
+    "core/agree/backward_exchange.cpp ~BackwardExchange: replicas_->gather.drain();": AFTER_USE,
+    "core/agree/backward_exchange.cpp all_gather: "
+    "received_->synchronize(lanes_.device->timeout(), label);": NOT_PINNED,
     "core/agree/backward_exchange.cpp join: compute.wait(*received_, kExchange);": (
         "it orders collectives of ranks, not memory, and tests with replays have no replicas"
     ),
@@ -260,11 +262,6 @@ NOT_SEEN = {
     "core/gather/gatherer_memory.cpp plan_memory: device_.compute_stream().synchronize();": (
         "the tests plan memory on one stream; CudaPlan.TheRingIsFreedAfterItsReaders sees it"
     ),
-    "core/agree/order_check.cpp compare_announcements: "
-    "compared_->synchronize(device_.timeout(),": NOT_PINNED,
-    "core/agree/order_check.cpp compare_orders: "
-    "compared_->synchronize(device_.timeout(), kWhat);": NOT_PINNED,
-    "core/agree/order_check.cpp ~OrderCheck: ranks.lane->drain();": AFTER_USE,
     "core/reduce/reducer_accumulated.cpp accumulated_parts: "
     "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
     "core/reduce/reducer_accumulated.cpp accumulated_parts: lane_.synchronize();": BESIDE,

@@ -27,12 +27,9 @@ BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers
       received_(lanes.device->new_event()) {}
 
 BackwardExchange::~BackwardExchange() {
-  if (is_in_flight_) {
-    drain();
+  if (!is_in_flight_ && unanswered_.empty()) {
+    return;
   }
-}
-
-void BackwardExchange::drain() {
   lanes_.gather.drain();
   if (replicas_ != nullptr) {
     replicas_->gather.drain();
@@ -80,22 +77,19 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
   const std::string& label = *labels_.insert(what).first;
   const std::size_t bytes = mine.size();
   const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
-  const std::shared_ptr<void> sent = lanes_.device->allocate_on_host(bytes);
-  const std::shared_ptr<void> of_group = lanes_.device->allocate_on_host(bytes * group_size);
-  const std::shared_ptr<void> received = lanes_.device->allocate_on_host(bytes * size());
-  std::memcpy(sent.get(), mine.data(), bytes);
-  try {
-    gather_from_all(label, sent.get(), of_group.get(), received.get(), bytes);
-    received_->synchronize(lanes_.device->timeout(), label);
-    check_communicators();
-  } catch (...) {
-    drain();  // it may still write here
-    throw;
-  }
+  // Not pinned: to free pinned memory, CUDA may wait for reductions, whose ranks may wait for this
+  // one.
+  const char* const sent = unanswered_.emplace_back(mine).data();
+  char* const of_group = unanswered_.emplace_back(bytes * group_size, '\0').data();
+  char* const received = unanswered_.emplace_back(bytes * size(), '\0').data();
+  gather_from_all(label, sent, of_group, received, bytes);
+  received_->synchronize(lanes_.device->timeout(), label);
+  check_communicators();
   std::vector<std::string> messages;
   for (std::size_t rank = 0; rank < size(); ++rank) {
-    messages.emplace_back(static_cast<const char*>(received.get()) + rank * bytes, bytes);
+    messages.emplace_back(received + rank * bytes, bytes);
   }
+  unanswered_.clear();
   return messages;
 }
 
@@ -201,18 +195,11 @@ BackwardExchange::Hashes BackwardExchange::hashes_of(std::size_t rank) const {
 
 void BackwardExchange::throw_difference(const char* lane, const CollectiveHistory& mine,
                                         std::size_t one, std::size_t another) {
-  const CollectiveHistory::Records& records = mine.records();
-  std::string message(sizeof(records), 0);
-  std::memcpy(message.data(), &records, sizeof(records));
-  const std::vector<std::string> all = all_gather(kHistories, message);
+  const auto all = of_all(kHistories, mine.records());
   const std::size_t shown = rank() == one ? one : another;  // this rank, if it is one of the two
   const std::size_t other = rank() == one ? another : one;
-  CollectiveHistory::Records of_shown;
-  CollectiveHistory::Records of_other;
-  std::memcpy(&of_shown, all[shown].data(), sizeof(of_shown));
-  std::memcpy(&of_other, all[other].data(), sizeof(of_other));
-  throw RanksDiffer(describe_difference(lane, static_cast<int>(shown), of_shown,
-                                        static_cast<int>(other), of_other));
+  throw RanksDiffer(describe_difference(lane, static_cast<int>(shown), all[shown],
+                                        static_cast<int>(other), all[other]));
 }
 
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {

@@ -13,6 +13,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <deque>
 #include <memory>
 #include <set>
 #include <string>
@@ -50,6 +52,18 @@ class BackwardExchange {
   // messages of all ranks, sorted by shard group and by rank within it. Errors and timeouts name
   // the exchange by `what`. Without peers it returns `mine` alone.
   std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
+  // The same for a struct that can be copied as bytes.
+  template <typename T>
+  std::vector<T> of_all(const std::string& what, const T& mine) {
+    std::vector<T> all;
+    for (const std::string& text :
+         all_gather(what, {reinterpret_cast<const char*>(&mine), sizeof(mine)})) {
+      std::memcpy(&all.emplace_back(), text.data(), sizeof(T));
+    }
+    return all;
+  }
+  // The place of this rank's message.
+  std::size_t rank() const;
 
  private:
   struct Hashes {
@@ -71,11 +85,9 @@ class BackwardExchange {
   bool is_used(const Unit& unit, std::size_t bit) const;
   void resize(const std::vector<std::unique_ptr<Unit>>& units);
   char* message_of(std::size_t rank) const;
-  void drain();
 
   // The ranks of all shard groups, one after the other, each in order of rank.
   std::size_t size() const;
-  std::size_t rank() const;
   // Sends `bytes` from `mine` to all ranks; `all` has every rank's bytes when `received_` is
   // complete. `of_group` is a buffer for the messages of this rank's shard group.
   void gather_from_all(const std::string& what, const void* mine, void* of_group, void* all,
@@ -89,10 +101,11 @@ class BackwardExchange {
   std::set<std::string> labels_;  // of messages: communicators refer to them
   bool is_in_flight_ = false;
   std::size_t message_bytes_ = 0;
-  std::shared_ptr<void> mine_;      // this rank's message: hashes, then bits
-  std::shared_ptr<void> of_group_;  // the messages of the shard group, if there are several
-  std::shared_ptr<void> all_;       // the messages of all ranks
-  std::vector<char> used_by_any_;   // one bit for each trainable parameter of the model
+  std::shared_ptr<void> mine_;          // this rank's message: hashes, then bits
+  std::shared_ptr<void> of_group_;      // the messages of the shard group, if there are several
+  std::shared_ptr<void> all_;           // the messages of all ranks
+  std::deque<std::string> unanswered_;  // buffers of all_gather, which keeps them if it throws
+  std::vector<char> used_by_any_;       // one bit for each trainable parameter of the model
 };
 
 }  // namespace fsdp

@@ -74,39 +74,14 @@ struct OrderCheck::Order {
   Entry entries[kMost];
 };
 
-OrderCheck::OrderCheck(Device& device, Lane& lane, Lane* replicas)
-    : device_(device),
-      compared_(device.new_event()),
-      mine_(std::make_unique<Announcement>()),
-      my_order_(std::make_unique<Order>()) {
-  const auto add = [this](Lane& of_ranks, const char* noun) {
-    const auto size = static_cast<std::size_t>(of_ranks.communicator().size());
-    ranks_.push_back({&of_ranks, noun, std::vector<Announcement>(size), std::vector<Order>(size)});
-  };
-  add(lane, "rank ");
-  if (replicas != nullptr) {
-    add(*replicas, "shard group ");
-  }
-}
-
-// After a timeout, a comparison may still write into its buffers.
-OrderCheck::~OrderCheck() {
-  for (Ranks& ranks : ranks_) {
-    ranks.lane->drain();
-  }
-}
-
-bool OrderCheck::has_other_ranks() const {
-  return std::any_of(ranks_.begin(), ranks_.end(),
-                     [](const Ranks& ranks) { return ranks.announcements.size() > 1; });
-}
+OrderCheck::OrderCheck(Lanes& lanes, BackwardExchange& exchange)
+    : lanes_(lanes), exchange_(exchange) {}
 
 void OrderCheck::compare(const Bucket& bucket) {
-  FSDP_CHECK(!device_.is_capturing(),
+  FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph cannot capture the first iteration, which compares the ranks. Run a few "
              "whole steps before capturing one.");
-  Announcement& mine = *mine_;
-  mine = {};
+  Announcement mine{};
   mine.sequence = ++sequence_;
   const GatherSource& source = bucket.gather.source();
   mine.pieces = source.pieces.size();
@@ -119,38 +94,22 @@ void OrderCheck::compare(const Bucket& bucket) {
   mine.ranks = of_all ? 0 : static_cast<std::uint64_t>(source.communicator.size());
   mine.mesh = bucket.mesh == nullptr ? 0 : static_cast<std::uint64_t>(bucket.mesh->ranks.front());
   std::snprintf(mine.unit, sizeof(mine.unit), "%s", bucket.name.c_str());
-  for (Ranks& ranks : ranks_) {
-    compare_announcements(ranks, bucket);
-  }
-}
-
-std::string OrderCheck::Ranks::name(std::size_t rank) const { return detail::concat(noun, rank); }
-
-std::string OrderCheck::Ranks::own_name() const {
-  return name(static_cast<std::size_t>(lane->communicator().rank()));
-}
-
-void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
-  const Announcement& mine = *mine_;
-  Lane& lane = *ranks.lane;
-  static const std::string kLabel = "the comparison of the next all-gather";
-  lane.host_all_gather(bucket.gather.all_ranks().label, kLabel, &mine, ranks.announcements.data(),
-                       sizeof(mine));
-  lane.stream().record(*compared_);
-  compared_->synchronize(device_.timeout(),
-                         "the comparison of " + mine.describe() + " on all ranks");
-  lane.communicator().check();
-  const auto own = static_cast<std::size_t>(lane.communicator().rank());
-  for (std::size_t rank = 0; rank < ranks.announcements.size(); ++rank) {
-    const Announcement& theirs = ranks.announcements[rank];
+  const std::vector<Announcement> all =
+      exchange_.of_all("the comparison of " + mine.describe() + " on all ranks", mine);
+  const std::size_t own = exchange_.rank();
+  const std::size_t first_of_group =
+      own - own % static_cast<std::size_t>(lanes_.gather.communicator().size());
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    const Announcement& theirs = all[rank];
     // Ranks of another mesh may gather another unit than this one, but all of them the same.
     const bool is_elsewhere = theirs.mesh != mine.mesh && theirs.is_in_step_with(mine);
-    const std::size_t like = is_elsewhere ? static_cast<std::size_t>(theirs.mesh) : own;
-    const Announcement& expected = ranks.announcements[like];
+    const std::size_t like =
+        is_elsewhere ? first_of_group + static_cast<std::size_t>(theirs.mesh) : own;
+    const Announcement& expected = is_elsewhere ? all[like] : mine;
     if (!theirs.is_in_step_with(expected) || !theirs.has_unit_of(expected)) {
       throw RanksDiffer(detail::concat(
-          "As all-gather ", mine.sequence, " of the first iteration, ", ranks.name(like),
-          " issues ", expected.describe(), " but ", ranks.name(rank), " issues ", theirs.describe(),
+          "As all-gather ", mine.sequence, " of the first iteration, rank ", like, " issues ",
+          expected.describe(), " but rank ", rank, " issues ", theirs.describe(),
           ". All ranks must run the same units, in the same order and of the same sizes. Make "
           "the model and its control flow the same on every rank."));
     }
@@ -159,29 +118,18 @@ void OrderCheck::compare_announcements(Ranks& ranks, const Bucket& bucket) {
 
 void OrderCheck::compare(const Partition& partition,
                          const std::vector<std::unique_ptr<Unit>>& units) {
-  *my_order_ = Order(partition, units);
-  for (Ranks& ranks : ranks_) {
-    compare_orders(ranks, units);
-  }
-}
-
-void OrderCheck::compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units) {
-  static const std::string kWhat = "the comparison of the buckets";
-  Lane& lane = *ranks.lane;
-  lane.host_all_gather(kWhat, kWhat, my_order_.get(), ranks.orders.data(), sizeof(Order));
-  lane.stream().record(*compared_);
-  compared_->synchronize(device_.timeout(), kWhat);
-  lane.communicator().check();
-  for (std::size_t rank = 0; rank < ranks.orders.size(); ++rank) {
-    if (ranks.orders[rank].hash != my_order_->hash) {
-      throw RanksDiffer(describe_difference(ranks, rank, units));
+  const Order mine(partition, units);
+  const std::vector<Order> all = exchange_.of_all("the comparison of the buckets", mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].hash != mine.hash) {
+      throw RanksDiffer(describe_difference(mine, all[rank], rank, units));
     }
   }
 }
 
-std::string OrderCheck::describe_difference(const Ranks& ranks, std::size_t rank,
+std::string OrderCheck::describe_difference(const Order& my_order, const Order& theirs,
+                                            std::size_t rank,
                                             const std::vector<std::unique_ptr<Unit>>& units) const {
-  const Order& theirs = ranks.orders[rank];
   const auto name = [&units](const Order::Entry& entry) -> std::string {
     if (entry.unit == Order::kNextBucket || entry.unit == Order::kNone) {
       return entry.unit == Order::kNone ? "no more" : "another bucket";
@@ -189,21 +137,21 @@ std::string OrderCheck::describe_difference(const Ranks& ranks, std::size_t rank
     const auto number = static_cast<std::size_t>(entry.unit);
     return number < units.size() ? "'" + units[number]->name + "'" : "a unit more";
   };
-  const auto* const end = my_order_->entries + Order::kMost;
+  const auto* const end = my_order.entries + Order::kMost;
   const auto [mine, other] =
-      std::mismatch(static_cast<const Order::Entry*>(my_order_->entries), end, theirs.entries);
+      std::mismatch(static_cast<const Order::Entry*>(my_order.entries), end, theirs.entries);
   if (mine != end && mine->unit == other->unit) {
-    return detail::concat("All ranks must train as many parameters, but ", ranks.own_name(),
-                          " trains ", mine->trained, " of unit ", name(*mine), " and ",
-                          ranks.name(rank), " trains ", other->trained,
+    return detail::concat("All ranks must train as many parameters, but rank ", exchange_.rank(),
+                          " trains ", mine->trained, " of unit ", name(*mine), " and rank ", rank,
+                          " trains ", other->trained,
                           ". Make its modules and its frozen parameters the same on every rank, "
                           "also where experts differ.");
   }
   return detail::concat(
       "All ranks must run the same units in the same order and put them into the same buckets, "
-      "but ",
-      ranks.own_name(), " has ", mine != end ? name(*mine) : "other units", " where ",
-      ranks.name(rank), " has ", mine != end ? name(*other) : "others",
+      "but rank ",
+      exchange_.rank(), " has ", mine != end ? name(*mine) : "other units", " where rank ", rank,
+      " has ", mine != end ? name(*other) : "others",
       ". Make the model, its control flow and its settings the same on every rank. A rank that "
       "leaves a unit out on purpose calls its join_empty().");
 }

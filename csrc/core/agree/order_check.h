@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "core/agree/backward_exchange.h"
 #include "core/lanes.h"
 #include "core/units/bucket.h"
 #include "core/units/merging.h"
@@ -19,13 +20,8 @@ namespace fsdp {
 
 class OrderCheck {
  public:
-  // Ranks compare on `lane` and then, if there are replicas, on `replicas`: Note [replicas] in
-  // core/reduce/reducer.h.
-  OrderCheck(Device& device, Lane& lane, Lane* replicas);
-  ~OrderCheck();
-
-  // Whether there is anything to compare.
-  bool has_other_ranks() const;
+  // Both outlive this object.
+  OrderCheck(Lanes& lanes, BackwardExchange& exchange);
 
   // Whether collectives of this pass are still compared.
   bool is_due(bool in_backward) const {
@@ -42,31 +38,15 @@ class OrderCheck {
  private:
   struct Announcement;
   struct Order;
-  // The ranks of a lane, and their answers.
-  struct Ranks {
-    Lane* lane = nullptr;
-    const char* noun = "";  // "rank", or "shard group" if they are replicas
-    std::vector<Announcement> announcements;
-    std::vector<Order> orders;
 
-    std::string name(std::size_t rank) const;
-    std::string own_name() const;
-  };
-
-  void compare_announcements(Ranks& ranks, const Bucket& bucket);
-  void compare_orders(Ranks& ranks, const std::vector<std::unique_ptr<Unit>>& units);
-  std::string describe_difference(const Ranks& ranks, std::size_t rank,
+  std::string describe_difference(const Order& my_order, const Order& theirs, std::size_t rank,
                                   const std::vector<std::unique_ptr<Unit>>& units) const;
 
-  Device& device_;
-  std::unique_ptr<Event> compared_;
+  Lanes& lanes_;
+  BackwardExchange& exchange_;
   bool forward_is_compared_ = false;
   bool backward_is_compared_ = false;
   std::uint64_t sequence_ = 0;
-  // They are members because a wait that timed out leaves them in use.
-  std::unique_ptr<Announcement> mine_;
-  std::unique_ptr<Order> my_order_;
-  std::vector<Ranks> ranks_;
 };
 
 }  // namespace fsdp

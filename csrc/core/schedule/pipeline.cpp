@@ -13,14 +13,14 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       device_(*lanes.device),
       options_(options),
       ledger_(device_),
-      order_check_(device_, lanes.gather, replicas == nullptr ? nullptr : &replicas->gather),
+      exchange_(lanes, replicas, options_.has_peers),
+      order_check_(lanes, exchange_),
       bucket_set_(lanes, options_, units_, order_check_),
       announcer_(options_, passes_, order_check_, ledger_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_, announcer_),
       reducer_(device_, *lanes.packer, lanes.reduce,
                replicas == nullptr ? nullptr : &replicas->reduce, ledger_, announcer_),
-      reduction_order_(units_, reducer_),
-      exchange_(lanes, replicas, options_.has_peers) {
+      reduction_order_(units_, reducer_) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
 }

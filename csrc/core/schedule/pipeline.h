@@ -171,6 +171,7 @@ class Pipeline {
   // The destructors of the gatherer and the reducer wait for work in flight, which uses the units,
   // the order check and the buckets. So these come first.
   std::vector<std::unique_ptr<Unit>> units_;
+  BackwardExchange exchange_;
   OrderCheck order_check_;
   BucketSet bucket_set_;
   const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
@@ -182,7 +183,6 @@ class Pipeline {
   ForwardOrder forward_order_;
   BackwardOrder backward_order_;
   ReductionOrder reduction_order_;
-  BackwardExchange exchange_;
   IterationIndex pass_;               // the span of forward or backward
   bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
   bool is_ahead_ = false;             // Note [gathers ahead of forward]

@@ -111,7 +111,7 @@ std::vector<int> BucketSet::parents() const {
 
 void BucketSet::compare_ranks(const Partition& partition, const ForwardOrder& order) {
   const Compared target = order.is_recorded() ? Compared::Recorded : Compared::Registration;
-  if (options_.check_order && order_check_.has_other_ranks() && compared_ < target) {
+  if (options_.check_order && compared_ < target) {
     order_check_.compare(partition, units_);
     compared_ = target;
   }
