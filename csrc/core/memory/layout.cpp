@@ -257,38 +257,40 @@ std::int64_t UnitLayout::first_gradient(const LayoutPart& part) const {
 
 // - Plans
 
+// An entry of the finish plan includes the padding behind its chunk. It is zero in the source,
+// unless a hook has written there. This resets what users have written to the gradient's padding,
+// which norms count.
 ReducePlan UnitLayout::reduce_plan(const LayoutPart& part) const {
+  FSDP_CHECK(!part.is_of_rows() || params_[part.first].runs == 1, "Parameter '",
+             params_[part.first].name,
+             "' is sharded in another dimension than 0, so a message cannot have some of its rows. "
+             "This is a bug in fsdp_ext.");
   const auto first = params_.begin() + static_cast<std::ptrdiff_t>(part.first);
-  const auto before =
-      std::count_if(params_.begin(), first, [](const ParamSpec& param) { return param.trainable; });
-  return {pack_plan(part), finish_plan(part), static_cast<std::size_t>(before),
-          first_gradient(part)};
-}
-
-PackPlan UnitLayout::pack_plan(const LayoutPart& part) const {
-  PackPlan plan;
-  plan.world_size = world_size_;
-  if (part.is_of_rows()) {
-    FSDP_CHECK(params_[part.first].runs == 1, "Parameter '", params_[part.first].name,
-               "' is sharded in another dimension than 0, so a message cannot have some of its "
-               "rows. This is a bug in fsdp_ext.");
-    const ParamPlacement& place = placements_[part.first];
-    const std::int64_t begin = part.first_row * params_[part.first].row_numel;
-    const std::int64_t numel = part.rows * params_[part.first].row_numel;
-    const bool is_last = part.first_row + part.rows == place.chunk_rows;
-    plan.segment_numel = is_last ? end_of_gradients(part.end) - place.grad_offset - begin : numel;
-    plan.entries.push_back(
-        {std::max<std::int64_t>(0, place.numel - begin), numel, 0, 1, place.chunk_numel});
-    return plan;
-  }
-  const std::int64_t begin = end_of_gradients(part.first);
-  plan.segment_numel = end_of_gradients(part.end) - begin;
+  ReducePlan plan;
+  plan.first_trainable = static_cast<std::size_t>(std::count_if(
+      params_.begin(), first, [](const ParamSpec& param) { return param.trainable; }));
+  plan.first_gradient = first_gradient(part);
+  plan.pack.world_size = world_size_;
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
-    if (place.grad_offset >= 0) {
-      plan.entries.push_back(
-          {place.numel, place.chunk_numel, place.grad_offset - begin, params_[i].runs});
+    if (place.grad_offset < 0) {
+      continue;
     }
+    const std::int64_t begin = part.first_row * params_[i].row_numel;
+    const std::int64_t numel =
+        part.is_of_rows() ? part.rows * params_[i].row_numel : place.chunk_numel;
+    const std::int64_t offset = place.grad_offset + begin - plan.first_gradient;
+    plan.pack.entries.push_back({std::max<std::int64_t>(0, place.numel - begin), numel, offset,
+                                 params_[i].runs, part.is_of_rows() ? place.chunk_numel : 0});
+    const bool is_last = !part.is_of_rows() || part.first_row + part.rows == place.chunk_rows;
+    const std::int64_t padded =
+        is_last ? end_of_gradients(i + 1) - place.grad_offset - begin : numel;
+    plan.pack.segment_numel += padded;
+    const DType grad_dtype = grad_dtype_of(params_[i]);
+    plan.finish.entries.push_back(
+        {static_cast<std::size_t>(offset) * itemsize(reduce_dtype_),
+         place.flat_gradient_offset + static_cast<std::size_t>(begin) * itemsize(grad_dtype),
+         padded, reduce_dtype_, grad_dtype});
   }
   return plan;
 }
@@ -382,27 +384,6 @@ UnpackPlan UnitLayout::keep_plan(int rank) const {
       plan.entries.push_back(
           {chunk, placements_[i].unsharded_offset + static_cast<std::size_t>(rank) * chunk,
            placements_[i].gather_offset, 1});
-    }
-  }
-  return plan;
-}
-
-// Each entry includes the padding behind its chunk. It is zero in the source, unless a hook has
-// written there. This resets what users have written to the gradient's padding, which norms count.
-CastPlan UnitLayout::finish_plan(const LayoutPart& part) const {
-  CastPlan plan;
-  const std::int64_t first = first_gradient(part);
-  for (std::size_t i = part.first; i < part.end; ++i) {
-    const ParamPlacement& place = placements_[i];
-    if (place.grad_offset >= 0) {
-      const std::int64_t begin = part.first_row * params_[i].row_numel;
-      const std::int64_t rest = end_of_gradients(i + 1) - place.grad_offset - begin;
-      const bool is_last = !part.is_of_rows() || part.first_row + part.rows == place.chunk_rows;
-      const DType grad_dtype = grad_dtype_of(params_[i]);
-      plan.entries.push_back(
-          {static_cast<std::size_t>(place.grad_offset + begin - first) * itemsize(reduce_dtype_),
-           place.flat_gradient_offset + static_cast<std::size_t>(begin) * itemsize(grad_dtype),
-           is_last ? rest : part.rows * params_[i].row_numel, reduce_dtype_, grad_dtype});
     }
   }
   return plan;

@@ -221,8 +221,6 @@ class UnitLayout {
   UnpackPlan keep_plan(int rank) const;
 
  private:
-  PackPlan pack_plan(const LayoutPart& part) const;
-  CastPlan finish_plan(const LayoutPart& part) const;
   std::int64_t first_gradient(const LayoutPart& part) const;
   std::size_t row_bytes(Wire wire, std::size_t param) const;
   std::size_t message_bytes(Wire wire, std::size_t param) const;
