@@ -179,10 +179,7 @@ void register_layout(py::module_& m) {
       .def_property_readonly("unsharded_bytes", &UnitLayout::unsharded_bytes)
       .def_property_readonly("grad_numel", &UnitLayout::grad_numel)
       .def_property_readonly("gradient_bytes", &UnitLayout::gradient_bytes)
-      .def("row_bytes", py::overload_cast<std::size_t>(&UnitLayout::row_bytes, py::const_))
-      .def("row_count", [](const UnitLayout& layout, std::size_t param, int rank) {
-        return layout.rows(param, rank).count;
-      });
+      .def("row_bytes", py::overload_cast<std::size_t>(&UnitLayout::row_bytes, py::const_));
   m.attr("DIRECT_BYTES") = kDirectBytes;
   register_unit_config(m);
   m.def(
