@@ -23,10 +23,8 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
   for (const auto& bucket : buckets) {
     for (Unit* unit : bucket->units) {
       if (unit->gradients.nonfinite_marks_ != nullptr && unit->gradients.count() > 0) {
-        Move move;
-        move.source = unit->gradients.nonfinite_marks_;
-        move.destination = next;
-        move.bytes = unit->gradients.count() * sizeof(std::uint64_t);
+        const Move move{unit->gradients.nonfinite_marks_, next,
+                        unit->gradients.count() * sizeof(std::uint64_t)};
         device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
       }
       unit->gradients.nonfinite_marks_ = next;

@@ -88,10 +88,8 @@ void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   if (input == output) {
     return;
   }
-  Move move;
-  move.source = input;
-  move.destination = output;
-  move.bytes = static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
+  const Move move{input, output,
+                  static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype())};
   device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
   ledger_.counters().copied_bytes += 2 * move.bytes;
 }
