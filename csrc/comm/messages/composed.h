@@ -1,30 +1,17 @@
 // All-gathers, reduce-scatters and all-reduces composed of messages between pairs of ranks.
 //
 // Note [composed collectives]
-// All-gather: each rank sends its input to every other rank and receives theirs in place.
-// Reduce-scatter: each rank sends every other rank its segment, and adds up what it receives in
-// rank order (comm/shared_memory/rank_order_sum.h). So a sum is the same in every run, and the same
-// bit for bit as over shared memory. Each rank sends and receives N - 1 parts of N, which is the
-// minimum.
-// All-reduce: a reduce-scatter and then an all-gather. A small one takes a single trip: each rank
-// sends its whole input to every other rank, and adds up what it receives.
-//
-// Large payloads travel in pieces. Both directions of a connection then carry data at the same
-// time, and sums run while later pieces arrive. A reduce-scatter receives into a ring of
-// kPiecesInFlight pieces for each peer, so its memory does not depend on the message.
+// docs/design/transports.md says what travels. Each rank sends and receives N - 1 parts of N, which
+// is the minimum. Sums are made in rank order (comm/shared_memory/rank_order_sum.h). Ranks of one
+// host may share memory instead: Note [groups that span hosts] in comm/shared_memory/host_ranks.h.
 //
 // Note [first messages]
 // Every collective begins with one message to each peer, which names the sender's collective. Its
-// size does not depend on the collective, so each rank can read it and compare. The payload's tag
-// is a hash of the same facts, so a payload meets only a receive of the same collective. Backends
-// may end the process if a message is larger than its receiver expects. Backends never see such a
-// message, even if ranks differ. A small payload is a part of the first message.
-//
+// size does not depend on the collective, so each rank can read it and compare. A payload meets
+// only a receive of the same collective, because its tag is a hash of the same facts. So backends
+// never see a message that is larger than its receiver expects, for which they may end the process.
 // Each rank asks for the first messages of the next collective as soon as it has read those of the
-// last one. So first messages travel at once, and a small collective takes one trip.
-//
-// Ranks of one host may share memory instead of sending each other messages: Note [groups that span
-// hosts] in comm/shared_memory/host_ranks.h.
+// last one, so a small collective takes one trip.
 #pragma once
 
 #include <cstddef>

@@ -18,25 +18,19 @@
 //
 // Note [copy engines]
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
-// kernel runs. NCCL 2.28 chooses them if input and output are in symmetric windows, and symmetric
-// kernels under no other condition. NCCL 2.29 and newer need a window of the output alone, and may
-// run a symmetric kernel if only the input is in one. So on the gather lane of one node, from
-// 2.28.9 on, those buffers are windows, and no collective can be one of a symmetric kernel: sums
-// are on the other lane. Drivers before CUDA 12.5 make NCCL run kernels instead.
+// kernel runs. docs/design/cuda.md says which buffers NCCL needs in windows for that. Only on the
+// gather lane can no collective be one of a symmetric kernel: sums are on the other lane.
 //
 // Note [groups in registered buffers]
-// With the policy "efficiency", NCCL adds up the sizes of a group's collectives of similar size,
-// and looks whether that many bytes from the smallest one's buffer on are registered. If not, all
-// of them use a ring. So groups end where this sum would pass the end of a member's buffer,
-// whichever member NCCL looks at.
+// With the policy "efficiency", all collectives of a group use a ring if their sum passes the end
+// of a registered buffer (docs/design/cuda.md). So groups end where it would pass the end of a
+// member's buffer, whichever member NCCL looks at.
 //
 // Note [private memory]
-// Private memory can be accessed by its own GPU alone. ncclMemAlloc also maps its memory on every
-// other GPU that the process sees, but NCCL needs these mappings for windows only. For other
-// buffers, NCCL exports a handle of the memory, and each peer maps the buffer at an address of its
-// own. NVLink's switch and the network use the address in the owner's process. So buffers that are
-// not windows use private memory, with the properties of memory from ncclMemAlloc. Shards and
-// gradients do not: when a user copies into them from another GPU, PyTorch lets that GPU write.
+// Private memory can be accessed by its own GPU alone, and has the properties of memory from
+// ncclMemAlloc. docs/design/cuda.md says why it is enough for buffers that are not windows. Shards
+// and gradients are never private: when a user copies into them from another GPU, PyTorch lets that
+// GPU write.
 #pragma once
 
 #include <cstddef>

@@ -2,25 +2,11 @@
 //
 // Note [groups that span hosts]
 // Ranks of one host read each other's data in memory that they share, and ranks of different hosts
-// send messages (comm/messages/composed.h). One collective does both.
-//
-// All-gather: each rank sends its input to one rank of each other host, which receives it in its
-// own output. Then the ranks of the host copy it from there. So an input crosses between two hosts
-// once, however many ranks they have. This takes two rounds of the barrier
-// (comm/shared_memory/rank_barrier.h): in the first, ranks of a host copy each other's inputs while
-// messages travel, and in the second what has arrived. A small input travels in the first messages,
-// and is copied from those.
-//
-// Reduce-scatter: each rank sends its segment to the owner on another host by itself. Adding up the
-// segments of a host first would send less, but it would add in another order: (a + b) + (c + d) is
-// not ((a + b) + c) + d in floating point, and results have to equal those of shared memory bit for
-// bit. The owner reads the segments of its own host where they are.
-//
-// Peers read the output of an all-gather and the input of a reduce-scatter, so both are in the
-// arena. Only collectives called directly have data elsewhere, which is copied first.
-//
-// Every two ranks of different hosts still exchange a first message, so ranks that differ name each
-// other as without shared memory. Ranks of one host compare their collectives in the barrier.
+// send messages (comm/messages/composed.h). docs/design/transports.md says what travels, and why.
+// A small input of an all-gather travels in the first messages, and is copied from those. Every two
+// ranks of different hosts exchange a first message, even if no payload follows. So ranks that
+// differ name each other as without shared memory. Ranks of one host compare their collectives in
+// the barrier (comm/shared_memory/rank_barrier.h).
 #pragma once
 
 #include <chrono>
