@@ -98,11 +98,7 @@ def _mesh(shape: dict[str, int]) -> str:
 
 
 def _verify(path: Path) -> int:
-    """Read all data of a checkpoint and check it. Return the number of bytes.
-
-    Raises:
-        DamagedFileError: for the first damage.
-    """
+    """Read all data of a checkpoint and check it. Return the number of bytes."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
 
     files = [file for of_kind in Checkpoint(path).files.values() for file in of_kind]

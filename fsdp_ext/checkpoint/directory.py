@@ -61,12 +61,7 @@ def locate(directory: Path) -> Path:
 
 
 def make(directory: Path) -> None:
-    """Make a directory if it does not exist.
-
-    Raises:
-        NotADirectoryError: if it is something else.
-        OSError: the system's own error.
-    """
+    """Make a directory if it does not exist."""
     if os.path.lexists(directory) and not directory.is_dir():
         kind = "a file" if directory.exists() else "a link to nothing"
         raise NotADirectoryError(f"{directory} is {kind}. Pass a directory.")
@@ -75,11 +70,7 @@ def make(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it.
-
-    Raises:
-        OSError: if the directory cannot be made or written, or another job saves there.
-    """
+    """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it."""
     make(directory)
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

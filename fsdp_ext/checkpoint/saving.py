@@ -35,9 +35,6 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
 
     Returns:
         the new checkpoint.
-
-    Raises:
-        Exception: as :func:`save`.
     """
     if isinstance(snapshot, Exception):
         ranks.agree("checkpoint.save", snapshot, len)

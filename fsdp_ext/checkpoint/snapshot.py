@@ -48,10 +48,6 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer], extra: Any) -> di
     """Collect what is saved, by the kind of file: "weights", "optimizer", "extra".
 
     Tensors share memory with the model's.
-
-    Raises:
-        TypeError: if something cannot be saved.
-        ValueError: if an optimizer is not the model's.
     """
     weights = weights_of(model)  # first, since it reshards units: names are looked up below
     state = optimizer_state(model, optimizers)
@@ -148,11 +144,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, contents: Mapping[str, Content], ranks: Ranks) -> Snapshot:
-        """Return what this rank saves. Tensors share memory with those in ``contents``.
-
-        Raises:
-            TypeError: if a tensor cannot be saved.
-        """
+        """Return what this rank saves. Tensors share memory with those in ``contents``."""
         kinds, names, elements = {}, list[str](), 0
         for name, content in contents.items():
             rank, size = (0, 1) if name == "extra" else (ranks.rank, ranks.size)

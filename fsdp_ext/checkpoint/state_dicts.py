@@ -92,9 +92,6 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
 
     Returns:
         ``state``: the state of each parameter; ``groups``: the names and options of each group.
-
-    Raises:
-        ValueError: if an optimizer has a parameter that is not the model's.
     """
     found: State = {"state": {}, "groups": []}
     known: set[str] = set()

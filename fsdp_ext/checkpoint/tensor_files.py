@@ -250,11 +250,7 @@ class Writer:
 
 
 def header_of(parts: Mapping[str, Part], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file has before its data: a length, and a header that ends with a page.
-
-    Raises:
-        TypeError: if the format has no name for a dtype.
-    """
+    """Return what a file has before its data: a length, and a header that ends with a page."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, part in parts.items():
@@ -348,9 +344,6 @@ class TensorFile:
             name: the tensor.
             begin: the first byte, from the beginning of the tensor.
             into: the memory for them.
-
-        Raises:
-            DamagedFileError: if the checksum of a block differs.
         """
         part = self.parts[name]
         end = begin + len(into)

@@ -29,11 +29,7 @@ _recorders: dict[int, _C.FlightRecorder] = {}  # by rank, since ranks may be thr
 
 
 def record_flights(lanes: _C.Lanes, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Record what ``lanes`` send from now on, unless the environment says not to.
-
-    Raises:
-        ValueError: if ``TORCH_FR_BUFFER_SIZE`` is no number.
-    """
+    """Record what ``lanes`` send from now on, unless the environment says not to."""
     entries = buffer_size()
     if entries == 0:
         return

@@ -146,10 +146,6 @@ def add_group_lanes(
         device: this rank's device.
         transport: as for ``lanes_of``.
         ranks: how many consecutive ranks of ``group`` are in each of the smaller groups.
-
-    Raises:
-        RuntimeError: as ``lanes_of``.
-        ValueError: if a simulated link has no figures for so few ranks.
     """
     if lanes.has_group_of(ranks):
         return
@@ -184,9 +180,6 @@ def add_mesh_lanes(
 
     Returns:
         The number of the mesh among those of ``lanes``, from 1.
-
-    Raises:
-        RuntimeError: as ``lanes_of``.
     """
     ranks = dist.get_process_group_ranks(of_mesh)
     members = [dist.get_group_rank(group, rank) for rank in ranks]

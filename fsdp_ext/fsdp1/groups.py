@@ -154,10 +154,6 @@ def _mesh_by_host(kind: str) -> DeviceMesh:
     """Return a mesh that shards over the ranks of each host, and replicates between hosts.
 
     The first call for a kind of devices is collective: all ranks make the groups in it.
-
-    Raises:
-        RuntimeError: if there is no process group.
-        ValueError: if hosts have different numbers of ranks, or it is unknown who shares a host.
     """
     world = dist.group.WORLD
     if world is None:

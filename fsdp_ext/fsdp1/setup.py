@@ -149,12 +149,7 @@ def check_same_ranks(outer: ShardingStrategy, inner: ShardingStrategy) -> None:
 
 
 def resolve_device(device_id: Any) -> torch.device | None:
-    """Return the device that a unit's tensors move to; None if they stay.
-
-    Raises:
-        TypeError: if ``device_id`` names no device.
-        ValueError: if this machine or this build of torch does not have it.
-    """
+    """Return the device that a unit's tensors move to; None if they stay."""
     try:
         return None if device_id is None else torch.device(device_id)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -462,12 +462,7 @@ class StateDictMethods:
     def _groups_in(
         cls, model: nn.Module, optim_input: Any, optim: Optimizer | None
     ) -> list[list[nn.Parameter]]:
-        """Return an optimizer's groups; those that it was made of, or all parameters as one.
-
-        Raises:
-            TypeError: if ``optim_input`` has neither parameters nor groups.
-            ValueError: if ``optim`` has other groups.
-        """
+        """Return an optimizer's groups; those that it was made of, or all parameters as one."""
         cls.fsdp_modules(model)  # raises if it is no module
         groups = None if optim is None else _groups_of(optim)
         if optim_input is None:

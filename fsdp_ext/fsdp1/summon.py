@@ -194,12 +194,6 @@ def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]
         units: the units. Units inside of them are summoned only if they are listed.
         how: the arguments of ``summon_full_params``.
         caller: name of the public function, for messages.
-
-    Raises:
-        MisuseError: in forward or backward, and if a unit is summoned already.
-        NotImplementedError: for gradients of flat parameters.
-        RuntimeError: if a rank does not enter it.
-        ValueError: if a parameter was given another shape inside.
     """
     for unit in units:
         _check_can_summon(unit, how, caller)

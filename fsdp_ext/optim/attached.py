@@ -56,9 +56,6 @@ def agree_to_attach(units: dict[Unit, frozenset[Any]], options: str) -> None:
     """Wait until all ranks attach the same with the same arguments.
 
     The collectives of backward depend on both.
-
-    Raises:
-        RuntimeError: if a rank has other arguments, or does not call it.
     """
     names = [[each.name for each in unit.params if each.sharded in units[unit]] for unit in units]
     number = zlib.crc32(repr(names).encode())

@@ -27,9 +27,6 @@ def run_command(namespace: dict[str, Any]) -> None:
     Args:
         namespace: globals of the main module. It is emptied, except for names that every module
             has.
-
-    Raises:
-        SystemExit: if the command line names no script that can be read.
     """
     script = _script_of(sys.argv[1:])
     del sys.argv[0]

@@ -64,12 +64,7 @@ def check_memory_arguments(caller: str, memory_limit: object, optimizer_states: 
 def check_time_arguments(
     flops_per_second: float | None, batch: Any, compute: object, contention: object, copies: object
 ) -> None:
-    """Check the arguments that predict times.
-
-    Raises:
-        TypeError: if ``compute`` is no mapping, or a name in it is no string.
-        ValueError: if they contradict each other, do not suffice or are out of range.
-    """
+    """Check the arguments that predict times."""
     check_contention("plan", contention)
     if not _are_seconds(copies, 2):
         raise ValueError(
@@ -128,11 +123,6 @@ def check_model_and_settings(model: object, **settings: object) -> Unit | None:
     """Return the first unit of a sharded model; None for a plain model.
 
     ``settings`` are arguments of ``plan`` that are for plain models only.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
-        NotImplementedError: if the units of a sharded model have several meshes.
-        ValueError: if a sharded model is given settings that its units have already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan got {model!r}. Pass the model, a torch.nn.Module.")
@@ -163,10 +153,6 @@ def resolve_target(
         transport: the argument of ``plan``.
         device_type: the argument of ``plan``.
         unit: the first unit of a sharded model.
-
-    Raises:
-        TypeError: if ``transport`` is of another type.
-        ValueError: if an argument is unknown or out of range, or the number of ranks is not known.
     """
     if device_type is None:
         device_type = "cuda" if unit is None else unit.ranks.mesh.device_type
@@ -236,10 +222,6 @@ def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
     Args:
         units: the units.
         asked: the argument of ``plan``. None leaves each unit as it is.
-
-    Raises:
-        TypeError: if ``asked`` is neither a bool nor None.
-        ValueError: if a unit cannot be stepped in backward.
     """
     if asked is None:
         return

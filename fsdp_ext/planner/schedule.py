@@ -46,9 +46,6 @@ class Stage:
         reduces_in_place: whether its reduction writes the flat gradient. With replicas, messages
             that do not do so take turns with two outputs.
         update: seconds that an attached optimizer takes for it after its reduction.
-
-    Raises:
-        ValueError: if a number is negative.
     """
 
     name: str

@@ -118,11 +118,7 @@ class PlannedUnit(ParamGroup):
     def like(
         cls, unit: Unit, ranks: PlannedRanks, copies: dict[nn.Module, nn.Module]
     ) -> PlannedUnit:
-        """Return the planned counterpart of a real ``unit`` on ``ranks``.
-
-        Raises:
-            NotImplementedError: if the ranks cannot share a parameter's dimension equally.
-        """
+        """Return the planned counterpart of a real ``unit`` on ``ranks``."""
         params: list[PlannedParam] = []
         for param in unit.params:
             module, name = param.attributes[0]
@@ -253,13 +249,7 @@ class PlannedRoot(UnitTree):
 
 
 def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
-    """Return a copy of a sharded model, with its units on ``ranks``.
-
-    Raises:
-        ValueError: if ``fully_shard`` was applied to a part of the model only.
-        NotImplementedError: if the class of a parameter says how it is gathered, or the ranks
-            cannot share a parameter's dimension equally.
-    """
+    """Return a copy of a sharded model, with its units on ``ranks``."""
     _refuse_extensions(model)
     units = units_below(model)
     with contextlib.ExitStack() as shown:
@@ -283,13 +273,7 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
 def units_of_plain(
     model: nn.Module, units: Units | None, ranks: PlannedRanks, settings: UnitSettings
 ) -> nn.Module:
-    """Return a copy of a plain model, with the units that ``fully_shard`` would make.
-
-    Raises:
-        TypeError: if ``units`` is of another type.
-        ValueError: if a module or a parameter cannot be sharded.
-        NotImplementedError: if the class of a parameter says how it is gathered.
-    """
+    """Return a copy of a plain model, with the units that ``fully_shard`` would make."""
     chosen = set(chosen_modules(model, units, "plan"))
     for name, param in model.named_parameters():
         check_parameter(name, param, param.device)  # a lazy one has no shape to copy
@@ -324,12 +308,7 @@ def _refuse_extensions(model: nn.Module) -> None:
 
 
 def chosen_modules(model: nn.Module, units: Units | None, caller: str) -> list[nn.Module]:
-    """Return the modules below ``model`` that ``units`` names.
-
-    Raises:
-        TypeError: if ``units`` is of another type; the message is that of ``caller``.
-        ValueError: if the model has no such module.
-    """
+    """Return the modules below ``model`` that ``units`` names."""
     below = [module for module in model.modules() if module is not model]
     if units is None:
         return []

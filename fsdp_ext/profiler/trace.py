@@ -128,10 +128,6 @@ def read_torch_trace(path: Path, recording: Recording) -> dict[str, Any]:
 
     Returns:
         The trace, in Chrome's trace event format.
-
-    Raises:
-        OSError: if ``path`` cannot be read.
-        ValueError: if it is no such trace, or was recorded at another time.
     """
     document = _read(path)
     start = _start_of(document, recording)

@@ -67,12 +67,7 @@ def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
 
 
 def names_of_units(model: nn.Module, units: Units | None) -> tuple[str, ...]:
-    """Return the names of the modules that become units, in the order of sharding.
-
-    Raises:
-        TypeError: if ``units`` has a wrong type.
-        ValueError: if the model has no such module.
-    """
+    """Return the names of the modules that become units, in the order of sharding."""
     chosen = set(chosen_modules(model, units, "verify"))
     names = [name for name, module in model.named_modules() if module in chosen and name]
     return tuple(reversed(names))  # users shard inner modules first, too

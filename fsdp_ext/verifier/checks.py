@@ -243,14 +243,7 @@ def check_same_parameters(site: Site) -> None:
 
 
 def check_first_loss(site: Site) -> None:
-    """Run the unsharded model once, so that its own errors are raised unchanged.
-
-    Raises:
-        TypeError: if the loss is not a tensor.
-        ValueError: if it is not a scalar that requires a gradient, or if it or a gradient is NaN or
-            infinite.
-        RuntimeError: if only other ranks raise an error.
-    """
+    """Run the unsharded model once, so that its own errors are raised unchanged."""
     subject = site.subject
     error: Exception | None = None
     try:

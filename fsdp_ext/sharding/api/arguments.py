@@ -130,11 +130,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_types(mesh: object, mp_policy: object, shard_placement_fn: object) -> None:
-    """Raise TypeError for arguments of ``fully_shard`` of a wrong type.
-
-    Raises:
-        ValueError: for a dtype of ``mp_policy`` that cannot be used.
-    """
+    """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
@@ -166,12 +162,7 @@ def resolve_ignored_params(given: object) -> set[nn.Parameter]:
 
 
 def check_policy(policy: object) -> None:
-    """Raise TypeError if this is no ``MixedPrecisionPolicy`` or has values of wrong types.
-
-    Raises:
-        ValueError: for a dtype that cannot be used.
-        NotImplementedError: for a ``grad_dtype``, which PyTorch proposes for releases after 2.15.
-    """
+    """Raise TypeError if this is no ``MixedPrecisionPolicy`` or has values of wrong types."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy is {policy!r} but must be a MixedPrecisionPolicy. Pass "
@@ -266,13 +257,6 @@ def resolve_placements(
 
     The first unit of a root has to have the ranks of all others. The order is the same on all
     ranks.
-
-    Raises:
-        ValueError: if ``shard_placement_fn`` returns something else than a ``Shard``, a
-            ``ShardPlacementResult`` or None, a mesh that cannot be sharded over, or a dimension
-            that the parameter does not have.
-        NotImplementedError: for another mesh besides ``dp_mesh_dims``, and for shards of different
-            sizes in other dimensions than 0.
     """
     if shard_placement_fn is None or not params:
         return [ParamsOnMesh(ranks, dict(params))]
@@ -408,13 +392,7 @@ def reshard_over(value: bool | int | None, ranks: int) -> bool | int | None:
 
 
 def resolve_reshard(value: bool | int | None, on_mesh: ParamsOnMesh) -> bool | int | None:
-    """Return ``reshard_after_forward``: a bool, a number between 1 and all ranks, or None.
-
-    Raises:
-        NotImplementedError: for a number between 1 and all ranks, with ``dp_mesh_dims``, over a
-            process group whose collectives run on the thread that trains, or for DTensors.
-        ValueError: for anything else that is not a bool, a factor of the world size or None.
-    """
+    """Return ``reshard_after_forward``: a bool, a number between 1 and all ranks, or None."""
     ranks = on_mesh.ranks
     value = reshard_over(value, ranks.size)
     if value is None or isinstance(value, bool):

@@ -92,9 +92,6 @@ class FlatParameter:
         ``module.to()``, ``share_memory_()`` and assignments to ``data`` give it other memory. A
         parameter that took its place, as by ``load_state_dict(assign=True)``, gives its memory to
         the flat one.
-
-        Raises:
-            ValueError: if it has another length, or was removed.
         """
         unit = self._unit
         if self.is_replaced():
@@ -132,12 +129,7 @@ class FlatParameter:
             self.param.data = unit.flat_shard.view(unit.params[0].dtype)
 
     def freeze(self) -> None:
-        """Give the unit's parameters the ``requires_grad`` of the flat one.
-
-        Raises:
-            NotImplementedError: if the flat parameter was given a grad_dtype.
-            RuntimeError: if it was given an optimizer that steps in backward.
-        """
+        """Give the unit's parameters the ``requires_grad`` of the flat one."""
         self.refuse_optimizer_in_backward()
         if own_grad_dtype(self.param) is not None:
             raise NotImplementedError(

@@ -89,9 +89,6 @@ def keeps_own_rows(name: str, tensor: torch.Tensor) -> bool:
     """Return whether a parameter's rows stay in memory of their own, as those of extensions do.
 
     As in FSDP2, a class that implements operators may get its two methods after ``fully_shard``.
-
-    Raises:
-        MisuseError: if it has only one of the two methods.
     """
     implements_operators = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return is_extension(name, tensor) or implements_operators

@@ -69,10 +69,6 @@ def add_meshes(lanes: _C.Lanes, units: Sequence[Unit]) -> list[int]:
 
     Returns:
         The number of each unit's mesh among those of ``lanes``; 0 for the root's.
-
-    Raises:
-        RuntimeError: as :func:`lanes_of`.
-        ValueError: if ranks have different meshes for a unit.
     """
     root = units[0]
     if len(_meshes_of(units)) == 1:

@@ -55,11 +55,6 @@ class Root(UnitTree):
         module: the root module.
         is_provisional: whether it is made before the first forward, because the user calls
             unshard() on a unit. The root that runs forward first replaces it.
-
-    Raises:
-        RuntimeError: if a unit below ``module`` ran forward before, as a root of its own.
-        NotImplementedError: if the units have several meshes that cannot be used together.
-        ValueError: if the units have different transports.
     """
 
     units: list[Unit]

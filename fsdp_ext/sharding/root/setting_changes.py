@@ -41,10 +41,6 @@ def targets_of(units: Sequence[Unit], modules: Iterable[object], caller: str) ->
     """Return each unit's prefetch targets if their module prefetches ``modules``.
 
     Each unit prefetches the next one, and the last one the units of ``modules``.
-
-    Raises:
-        TypeError: if ``modules`` is no collection.
-        ValueError: if one is not sharded, or is not in the model that the units have run in.
     """
     targets = sharded_units(modules, caller)
     root = units[0].root

@@ -292,12 +292,6 @@ class Unit(ParamGroup):
 
         Returns:
             Whether anything changed. If so, the C++ side has to be made anew.
-
-        Raises:
-            ValueError: if a parameter was replaced with something that is not sharded, or its shape
-                changed.
-            RuntimeError: if parameters are on several devices, or those of an offloaded unit on a
-                GPU, unless ``loading``.
         """
         if self.is_summoned:
             return False
@@ -404,9 +398,6 @@ class Unit(ParamGroup):
 
         Returns:
             Whether the C++ side has to be made anew.
-
-        Raises:
-            ValueError: as :meth:`flatten`.
         """
         if self.is_summoned:
             return False
@@ -532,11 +523,7 @@ class Unit(ParamGroup):
         ]
 
     def let_optimizers_step(self) -> None:
-        """Let backward step the optimizers that parameters were given for that.
-
-        Raises:
-            RuntimeError: if a flat or an unsharded parameter has one.
-        """
+        """Let backward step the optimizers that parameters were given for that."""
         if self.flat_param is not None:
             self.flat_param.refuse_optimizer_in_backward()
         for param in self.params:
@@ -548,12 +535,7 @@ class Unit(ParamGroup):
     @torch.inference_mode(False)  # training may follow a first forward in inference mode
     @torch.no_grad()
     def build(self, name: str, names: dict[nn.Parameter, str]) -> _C.TorchUnit:
-        """Return a C++ unit for the parameters as they are now. :meth:`bind` takes it into use.
-
-        Raises:
-            RuntimeError: if parameters are on the meta device.
-            ValueError: if dtypes or shapes do not fit.
-        """
+        """Return a C++ unit for the parameters as they are now. :meth:`bind` takes it into use."""
         self.name = name
         self.flatten()
         if self.flat_param is not None:

@@ -135,10 +135,6 @@ class UnitTree:
         Args:
             link: the link that the default bucket size is computed from.
             decision: values for settings that users left open. None stands for the defaults.
-
-        Raises:
-            ValueError: if a unit's ``max_message_bytes`` is less than one row of a parameter from
-                each rank.
         """
         root = self.units[0].settings
         stays = decision.choice.stays_unsharded if decision is not None else ()
