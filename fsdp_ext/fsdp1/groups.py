@@ -15,7 +15,12 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import machine
-from fsdp_ext.sharding.api.arguments import default_device_type, resolve_mesh
+from fsdp_ext.sharding.api.arguments import (
+    MAKE_MESH,
+    check_is,
+    default_device_type,
+    resolve_mesh,
+)
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -38,11 +43,7 @@ def resolve_group(
         return resolve_mesh(mesh)  # of the wrapper around this one
     if group is not None and mesh is not None:
         raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"device_mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
+    check_is("device_mesh", mesh, DeviceMesh, MAKE_MESH)
     groups = group if isinstance(group, (list, tuple)) else [group]
     if group is not None and not all(isinstance(one, dist.ProcessGroup) for one in groups):
         raise TypeError(

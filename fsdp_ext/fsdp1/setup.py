@@ -37,7 +37,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.sharding.api.arguments import check_dtypes, has_no_forward
+from fsdp_ext.sharding.api.arguments import check_dtypes, check_is, has_no_forward
 from fsdp_ext.sharding.params.flat_parameter import NAME as FLAT
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.params.ownership import is_sharded, keeps_own_rows
@@ -79,26 +79,16 @@ def check_arguments(
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
     """Check the arguments that name no module and no ranks."""
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(
-            f"sharding_strategy is {strategy!r} but must be a ShardingStrategy or None. Pass "
-            "ShardingStrategy.FULL_SHARD."
-        )
-    if not (cpu_offload is None or isinstance(cpu_offload, CPUOffload)):
-        raise TypeError(
-            f"cpu_offload is {cpu_offload!r} but must be a CPUOffload or None. Pass "
-            "CPUOffload(offload_params=True)."
-        )
+    advice = "Pass ShardingStrategy.FULL_SHARD."
+    check_is("sharding_strategy", strategy, ShardingStrategy, advice)
+    check_is("cpu_offload", cpu_offload, CPUOffload, "Pass CPUOffload(offload_params=True).")
     if not (param_init_fn is None or callable(param_init_fn)):
         raise ValueError(
             f"param_init_fn is {param_init_fn!r}, but has to be callable. Pass a function of a "
             "module, or None."
         )
-    if not isinstance(precision, MixedPrecision):
-        raise TypeError(
-            f"mixed_precision is {precision!r} but must be a MixedPrecision or None. Pass "
-            "MixedPrecision(param_dtype=...)."
-        )
+    advice = "Pass MixedPrecision(param_dtype=...)."
+    check_is("mixed_precision", precision, MixedPrecision, advice)
     check_dtypes("mixed_precision", precision, cast="buffer_dtype")
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         as_bool("mixed_precision", name, getattr(precision, name))
@@ -109,11 +99,8 @@ def check_arguments(
             "FSDP_USE_FULL_PREC_IN_EVAL is 1, but evaluation here has the param_dtype of training. "
             "Unset it, or leave out param_dtype and train under torch.autocast."
         )
-    if not (backward_prefetch is None or isinstance(backward_prefetch, BackwardPrefetch)):
-        raise TypeError(
-            f"backward_prefetch is {backward_prefetch!r} but must be a BackwardPrefetch or None. "
-            "Pass BackwardPrefetch.BACKWARD_PRE."
-        )
+    advice = "Pass BackwardPrefetch.BACKWARD_PRE."
+    check_is("backward_prefetch", backward_prefetch, BackwardPrefetch, advice)
 
 
 def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: object) -> None:

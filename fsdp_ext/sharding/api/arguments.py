@@ -34,6 +34,7 @@ _USES = {
     "param_dtype": "parameters cannot be gathered",
     "reduce_dtype": "gradients cannot be added",
 }
+MAKE_MESH = "Make one with torch.distributed.device_mesh.init_device_mesh."
 # More buckets than any model has.
 _MOST_BUCKETS = 2**16
 
@@ -129,13 +130,16 @@ def check_device_type(device_type: str) -> None:
         )
 
 
+def check_is(argument: str, value: object, kind: type[Any], advice: str) -> None:
+    """Raise TypeError, with advice, unless an argument is of a class or None."""
+    if not (value is None or isinstance(value, kind)):
+        name = f"an {kind.__name__}" if kind.__name__[0] in "AEIOU" else f"a {kind.__name__}"
+        raise TypeError(f"{argument} is {value!r} but must be {name} or None. {advice}")
+
+
 def check_types(mesh: object, mp_policy: object, shard_placement_fn: object) -> None:
     """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is {mesh!r} but must be a DeviceMesh or None. Make one with "
-            "torch.distributed.device_mesh.init_device_mesh."
-        )
+    check_is("mesh", mesh, DeviceMesh, MAKE_MESH)
     check_policy(mp_policy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
@@ -215,11 +219,7 @@ def check_dtypes(argument: str, policy: object, *, cast: str) -> None:
 
 def resolve_offload(policy: object, device_type: str) -> bool:
     """Return whether the shards of GPUs are on the host. The shards of CPUs are there anyway."""
-    if policy is not None and not isinstance(policy, OffloadPolicy):
-        raise TypeError(
-            f"offload_policy is {policy!r} but must be an OffloadPolicy or None. Pass "
-            "OffloadPolicy(), the default."
-        )
+    check_is("offload_policy", policy, OffloadPolicy, "Pass OffloadPolicy(), the default.")
     if not isinstance(policy, CPUOffloadPolicy):
         return False
     as_bool("offload_policy", "pin_memory", policy.pin_memory)
