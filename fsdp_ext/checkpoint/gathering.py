@@ -21,13 +21,13 @@ from fsdp_ext.checkpoint.transfers import (
     full_tensor,
     mesh_of,
     new_tensor,
-    sharded_dims,
     shared,
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.transports import gathering_device
 from fsdp_ext.optim.state_entries import local_of
+from fsdp_ext.sharding.params.dtensors import sharded_dims
 
 T = TypeVar("T")
 

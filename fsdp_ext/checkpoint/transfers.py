@@ -7,7 +7,6 @@ import ctypes
 import math
 import mmap
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ext.checkpoint.weights import Weight
 from fsdp_ext.comm.roll_call import called_by_all
-from fsdp_ext.comm.transports import gathering_device, timeout_of
+from fsdp_ext.comm.transports import gathering_device
 from fsdp_ext.optim.state_entries import over
+from fsdp_ext.sharding.params.dtensors import sharded_dims
 
 _LARGE = 1 << 20  # bytes
 _HUGE_PAGE = 2 << 20  # bytes
@@ -30,9 +30,8 @@ def call_roll(weights: Iterable[Weight], caller: str) -> None:
     for weight in weights:
         for dim in sharded_dims(weight.tensor):
             groups.setdefault(mesh_of(weight.tensor).get_group(dim), weight.local.device)
-    real = [group for group in groups if dist.get_backend(group) != "fake"]
-    longest = max((timeout_of(group, groups[group]) for group in real), default=timedelta())
-    with called_by_all(real, caller, longest):
+    real = {group: groups[group] for group in groups if dist.get_backend(group) != "fake"}
+    with called_by_all(real, caller):
         pass  # the caller's code runs between the gathers
 
 
@@ -92,18 +91,6 @@ def new_tensor(
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     assert isinstance(tensor, DTensor)
     return tensor.device_mesh
-
-
-def sharded_dims(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    return [
-        dim
-        for dim, placement in enumerate(tensor.placements)
-        if mesh.size(dim) > 1 and not placement.is_replicate()
-    ]
 
 
 def shared(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, int] | None:

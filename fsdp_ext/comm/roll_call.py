@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import starmap
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from fsdp_ext import _C
 from fsdp_ext.comm.rendezvous import processes_of, store_of, waiting
+from fsdp_ext.comm.transports import timeout_of
 
 # Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
 # since a look asks the store for each rank. And the longest time between two looks.
@@ -33,8 +36,9 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 _is_called: ContextVar[bool] = ContextVar("is_called", default=False)
 
 
-def call_roll(groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedelta) -> None:
+def call_roll(groups: Mapping[dist.ProcessGroup, torch.device], caller: str) -> None:
     """Wait until all ranks of ``groups`` have made the call: see :func:`called_by_all`."""
+    timeout = max(starmap(timeout_of, groups.items()), default=timedelta())
     for group in groups:
         store = store_of(group) if group.size() > 1 else None
         if store is not None:
@@ -42,21 +46,19 @@ def call_roll(groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedel
 
 
 @contextlib.contextmanager
-def called_by_all(
-    groups: Sequence[dist.ProcessGroup], caller: str, timeout: timedelta
-) -> Iterator[None]:
-    """Run the block once all ranks of ``groups`` have made the call.
+def called_by_all(groups: Mapping[dist.ProcessGroup, torch.device], caller: str) -> Iterator[None]:
+    """Run the block once all ranks of ``groups``, with their devices, have made the call.
 
     A call inside the block of another one does not wait.
 
     Raises:
-        RuntimeError: if a rank makes another call, has ended, or does not come within the timeout.
-            The message names it.
+        RuntimeError: if a rank makes another call, has ended, or does not come within the longest
+            timeout of the groups. The message names it.
     """
     if _is_called.get() or not groups:
         yield
         return
-    call_roll(groups, caller, timeout)
+    call_roll(groups, caller)
     token = _is_called.set(True)
     try:
         yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_ext.comm.roll_call import called_by_all
-from fsdp_ext.comm.transports import gathering_device, timeout_of
-from fsdp_ext.sharding.params.dtensors import Spread
+from fsdp_ext.comm.transports import gathering_device
+from fsdp_ext.optim.state_entries import over
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -33,13 +32,12 @@ def gathered_by_all(
     Raises:
         RuntimeError: if a rank does not call it; the message names the rank.
     """
-    groups: dict[dist.ProcessGroup, Unit] = {}
+    groups: dict[dist.ProcessGroup, torch.device] = {}
     for unit in units:
         if has_peers(unit):
             taking_part = unit.ranks.groups if with_replicas else [unit.ranks.shard_group]
-            groups.update(dict.fromkeys(taking_part, unit))
-    longest = [timeout_of(group, unit.device) for group, unit in groups.items()]
-    return called_by_all(list(groups), caller, max(longest, default=timedelta()))
+            groups.update(dict.fromkeys(taking_part, unit.device))
+    return called_by_all(groups, caller)
 
 
 @torch.inference_mode(False)  # so that training can use the result
@@ -57,7 +55,7 @@ def _where_its_group_sends(sharded: DTensor) -> DTensor:
     """Return a shard on the device from which its process groups gather."""
     mesh, local = sharded.device_mesh, sharded.to_local()
     device = gathering_device(mesh.get_all_groups(), mesh.device_type, local)
-    return sharded if local.device == device else _spread_like(sharded, local.to(device))
+    return sharded if local.device == device else cast(DTensor, over(local.to(device), sharded))
 
 
 def shard_like(whole: torch.Tensor, param: DTensor) -> DTensor:
@@ -93,9 +91,4 @@ def without_sharded_tensor(name: str, value: Any, param: object) -> Any:
             "model with device_mesh=, so that it saves DTensors."
         )
     local = shards[0].tensor if needed else param.to_local().new_empty(size, dtype=value.dtype)
-    return _spread_like(param, local.detach().to(param.device))
-
-
-def _spread_like(param: DTensor, local: torch.Tensor) -> DTensor:
-    """Return the DTensor with the shape and placements of ``param``, and this rank's ``local``."""
-    return Spread(param.device_mesh, param.placements, param.shape).dtensor(local)
+    return over(local.detach().to(param.device), param)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext.comm.roll_call import call_roll
-from fsdp_ext.comm.transports import timeout_of
 from fsdp_ext.sharding.root.agreement import has_peers
 from fsdp_ext.sharding.root.module_state import units_below
 from fsdp_ext.sharding.root.unit import Unit, owners_of
@@ -60,13 +59,12 @@ def agree_to_attach(units: dict[Unit, frozenset[Any]], options: str) -> None:
     names = [[each.name for each in unit.params if each.sharded in units[unit]] for unit in units]
     number = zlib.crc32(repr(names).encode())
     caller = f"attach({options}) for {len(names)} units (checksum of their parameters: {number})"
-    groups: dict[dist.ProcessGroup, Unit] = {}
+    groups: dict[dist.ProcessGroup, torch.device] = {}
     for unit in filter(has_peers, units):
         for entry in unit.params:
             sharded: Any = entry.sharded
-            groups.update(dict.fromkeys(sharded.device_mesh.get_all_groups(), unit))
-    longest = [timeout_of(group, unit.device) for group, unit in groups.items()]
-    call_roll(list(groups), caller, max(longest, default=timedelta()))
+            groups.update(dict.fromkeys(sharded.device_mesh.get_all_groups(), unit.device))
+    call_roll(groups, caller)
 
 
 def frees_gradients(unit: Unit) -> bool:

@@ -17,6 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.optim.owned_matrices import OwnedMatrices, ShardedMatrix
 from fsdp_ext.optim.state_entries import local_of, over
+from fsdp_ext.sharding.params.dtensors import sharded_dims
 
 # PyTorch's code orthogonalises in this dtype, so shards may travel in it.
 _DTYPE = torch.bfloat16
@@ -178,19 +179,12 @@ def _sharding_of(
     param: Any,
 ) -> tuple[tuple[dist.ProcessGroup, torch.device], ShardedMatrix] | None:
     """Return the ranks that shard a matrix along one dimension; None if it is spread otherwise."""
-    if not isinstance(param, DTensor):
+    dims = sharded_dims(param)
+    if len(dims) != 1 or not param.placements[dims[0]].is_shard():
         return None
     mesh = param.device_mesh
-    sharding = [
-        (dim, placement)
-        for dim, placement in enumerate(param.placements)
-        if mesh.size(dim) > 1 and not placement.is_replicate()
-    ]
-    if len(sharding) != 1 or not sharding[0][1].is_shard():
-        return None
-    mesh_dim, placement = sharding[0]
-    matrix = ShardedMatrix(param.shape, placement.dim)  # type: ignore[attr-defined]
-    group = mesh.get_group(mesh_dim)
+    matrix = ShardedMatrix(param.shape, param.placements[dims[0]].dim)
+    group = mesh.get_group(dims[0])
     if matrix.shapes(group.size())[group.rank()] != tuple(local_of(param).shape):
         return None
     return (group, device_of(mesh.device_type, param)), matrix

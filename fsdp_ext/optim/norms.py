@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.optim.collectives import explaining_errors
+from fsdp_ext.sharding.params.dtensors import sharded_dims
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -46,9 +47,7 @@ class NormRanks:
         unit = owners.get(param)
         if isinstance(param, DTensor):
             mesh = param.device_mesh
-            # Not is_shard(), which is false for _StridedShard.
-            dims = [i for i, spread in enumerate(param.placements) if not spread.is_replicate()]
-            groups = tuple(mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1)
+            groups = tuple(map(mesh.get_group, sharded_dims(param)))
             device = device_of(mesh.device_type, param) if unit is None else unit.device
             return cls(groups, device)
         if is_flat(param):

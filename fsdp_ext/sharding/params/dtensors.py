@@ -86,6 +86,19 @@ class Spread:
         return replace(self, placements=placements).dtensor(local.wait())
 
 
+def sharded_dims(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor's mesh on which ranks have different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        # Not is_shard(), which is false for _StridedShard.
+        if mesh.size(dim) > 1 and not placement.is_replicate()
+    ]
+
+
 def shards_of(param: torch.Tensor, ranks: Ranks, dim: int) -> Spread:
     """Return how a parameter, and its gradient, are spread if ``ranks`` share dimension ``dim``.
 
