@@ -12,16 +12,8 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictSettings,
-)
-from torch.distributed.fsdp._common_utils import (
-    FSDP_FLATTENED,
-    TrainingState,
-    _FSDPDeviceHandle,
-)
+from torch.distributed.fsdp import ShardingStrategy, StateDictSettings
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.fsdp1.groups import HYBRID
@@ -167,7 +159,6 @@ class WrapperViews:
             )
         super().__setattr__(name, value)
 
-    mixed_precision: MixedPrecision
     sharding_strategy: ShardingStrategy
     process_group: dist.ProcessGroup
     fsdp_modules: Callable[[Any], list[Any]]
@@ -211,8 +202,6 @@ class WrapperViews:
         """The device that this rank computes on."""
         return self._fsdp_ext_unit.device
 
-    _device_handle = property(lambda self: _FSDPDeviceHandle.from_device(self.compute_device))
-
     @property
     def training_state(self) -> TrainingState:
         """Whether the model runs, is idle, or has whole parameters in ``summon_full_params``."""
@@ -247,8 +236,6 @@ class WrapperViews:
         """The flat parameter, or the view that stands for it; empty without parameters."""
         return [self._flat_param] if self._has_params else []
 
-    _all_fsdp_states = property(lambda self: self.fsdp_modules(self))
-
     @property
     def _all_handles(self) -> list[HandleView]:
         handles = [wrapper._handle for wrapper in self.fsdp_modules(self)]
@@ -263,13 +250,6 @@ class WrapperViews:
         self._set_requires_gradient_sync(value, recurse=False)
 
     _state_dict_type = property(lambda self: self._state_dict_settings.state_dict_type)
-    _state_dict_config = property(lambda self: self._state_dict_settings.state_dict_config)
-    _optim_state_dict_config = property(
-        lambda self: self._state_dict_settings.optim_state_dict_config
-    )
-
-    def _mixed_precision_enabled_for_buffers(self) -> bool:
-        return self.mixed_precision.buffer_dtype is not None
 
 
 def mark_flattened(unit: Unit) -> None:
