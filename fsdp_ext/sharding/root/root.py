@@ -348,12 +348,10 @@ class Root(UnitTree):
         return settings
 
     def _set_hooks(self, settings: _C.UnitSettings, unit: Unit) -> None:
-        if unit.settings.all_reduce_hook is not None:
-            settings.reduce_hook = unit.core_hook("reduce", unit.run_all_reduce_hook)
-        if unit.settings.communication_hook is not None:
-            settings.communication_hook = unit.core_hook(
-                "communication", unit.run_communication_hook
-            )
+        if (hook := unit.settings.all_reduce_hook) is not None:
+            settings.reduce_hook = unit.core_hook("reduce", hook.run)
+        if (communication := unit.settings.communication_hook) is not None:
+            settings.communication_hook = unit.core_hook("communication", communication.run)
         if (gather := self._custom_collective(unit, "custom_all_gather")) is not None:
             settings.gather_hook = unit.core_hook("gather", gather.gather)
         if (reduce := self._custom_collective(unit, "custom_reduce_scatter")) is not None:

@@ -166,8 +166,6 @@ class Unit(ParamGroup):
     def change(self, **settings: Any) -> None:
         """Replace settings of this unit. :meth:`Root.apply` passes them to the schedule."""
         changed = copy.copy(self.settings)  # dataclasses.replace() takes three times as long
-        if unknown := settings.keys() - vars(changed).keys():
-            raise TypeError(f"a unit has no settings {sorted(unknown)}")
         vars(changed).update(settings)
         self.settings = changed
 
@@ -177,17 +175,11 @@ class Unit(ParamGroup):
         The hook lives as long as the method, because it holds an error until a wait. It must not
         keep the user's function, which may refer to the model.
         """
-        method = weakref.WeakMethod(run)
         kept = self._core_hooks.get(kind)
-        if kept is None or kept[0] != method:
+        if kept is None or kept[0]() != run:  # equal methods have the same object
+            method = weakref.WeakMethod(run)
             kept = self._core_hooks[kind] = (method, _C.UserCollective(method, self.device))
         return kept[1]
-
-    def run_all_reduce_hook(self, gradients: torch.Tensor, handle: int) -> None:
-        """Call the user's hook on this unit's reduced gradients. The schedule calls this."""
-        hook = self.settings.all_reduce_hook
-        if hook is not None:
-            hook.run(gradients, handle)
 
     def core_update(self) -> _C.UnitUpdate:
         """Return the C++ hook that steps this unit's parameters in backward."""
@@ -204,14 +196,6 @@ class Unit(ParamGroup):
                 update.step()
             elif update.measure is not None:
                 update.measure(self)
-
-    def run_communication_hook(
-        self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None
-    ) -> None:
-        """Let the user's hook reduce this unit's gradients. The schedule calls this."""
-        hook = self.settings.communication_hook
-        if hook is not None:
-            hook.run(gradients, handle, source)
 
     # - Sharding
 
