@@ -129,8 +129,8 @@ def look() -> None:
         seen.append((gradients.clone(), threading.get_ident()))
 
     model = make(mp_policy=fsdp_ext.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    model[1].set_all_reduce_hook(hook)
     for step in range(3):
+        model[1].set_all_reduce_hook(hook)  # again, which drops the object of the step before
         model.zero_grad()
         model(torch.ones(2, 6)).sum().backward()
         assert len(seen) == step + 1, "one call for each reduction"
