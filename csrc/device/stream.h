@@ -107,12 +107,14 @@ class Stream {
   virtual void* native_handle() const { return nullptr; }
 };
 
-// Adds a stream's native handle to `streams` unless it is among them.
-inline void note_stream(std::vector<void*>& streams, const Stream& stream) {
+// Adds a stream's native handle to `streams` unless it is among them. Returns whether it is new.
+inline bool note_stream(std::vector<void*>& streams, const Stream& stream) {
   void* const handle = stream.native_handle();
-  if (std::find(streams.begin(), streams.end(), handle) == streams.end()) {
-    streams.push_back(handle);
+  if (std::find(streams.begin(), streams.end(), handle) != streams.end()) {
+    return false;
   }
+  streams.push_back(handle);
+  return true;
 }
 
 // Numbered points on streams, and the times at which the streams reached them.

@@ -148,10 +148,30 @@ void Gatherer::reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets)
   }
 }
 
-void Gatherer::note_read(Unit& unit) {
-  if (unit.gather.slot_ != nullptr) {
-    note_stream(unit.gather.slot_->read_on, device_.compute_stream());
+// Work from before a capture is done when the capture begins.
+template <typename Visit>
+void Gatherer::for_each_reader(const Slot& slot, const Visit& visit) {
+  const bool is_capturing = device_.is_capturing();
+  for (void* const handle : slot.read_on) {
+    Stream& stream = device_.stream_of(handle);
+    if (!is_capturing || stream.is_capturing()) {
+      visit(stream);
+    }
   }
+}
+
+// The streams wait for all pieces, because each of them may come to any unit of the bucket later.
+void Gatherer::note_read(Unit& unit) {
+  Slot* const slot = unit.gather.slot_;
+  if (slot == nullptr || !note_stream(slot->read_on, device_.compute_stream()) ||
+      slot->read_on.size() == 1) {
+    return;
+  }
+  const GatherSource& source = unit.bucket->gather.source();
+  for_each_reader(*slot, [&source](Stream& stream) {
+    const GatherPiece& last = source.last_piece();
+    stream.wait(*last.gathered, source.label);
+  });
 }
 
 bool Gatherer::attach(Unit& unit) {
@@ -341,13 +361,11 @@ void Gatherer::retain_slot(Bucket& bucket) {
 // See Note [slot lifetime].
 void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  for (void* const stream : slot.read_on) {
-    // Work from before a capture is done when the capture begins.
-    const bool is_earlier = device_.is_capturing() && !device_.stream_of(stream).is_capturing();
-    if (stream != compute.native_handle() && !is_earlier) {
-      streams_.order_after(compute, device_.stream_of(stream), bucket.gather.source().label);
+  for_each_reader(slot, [&](Stream& stream) {
+    if (stream.native_handle() != compute.native_handle()) {
+      streams_.order_after(compute, stream, bucket.gather.source().label);
     }
-  }
+  });
   slot.read_on.clear();
 }
 

@@ -67,7 +67,8 @@ class Gatherer {
   // Makes the compute stream wait for the gather and attaches the parameters. Returns whether there
   // was a gather to wait for.
   bool attach(Unit& unit);
-  // Notes that the current compute stream reads the unit's parameters: Note [slot lifetime].
+  // Notes that the current compute stream reads the unit's parameters: Note [slot lifetime]. If
+  // others read the slot, too, all of them wait for the whole gather.
   void note_read(Unit& unit);
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);
@@ -108,6 +109,8 @@ class Gatherer {
   bool has_reclaimable_slot(const Bucket& bucket) const;
   void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
+  template <typename Visit>
+  void for_each_reader(const Slot& slot, const Visit& visit);
   void follow_readers(Slot& slot, const Bucket& bucket);
   void count_if_dropped(Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);

@@ -278,6 +278,8 @@ void Pipeline::pre_backward(int number, CallId call) try {
   }
   if (!unit.gather.is_unsharded() || unit.gather.is_put_away()) {  // the call has no step
     gather_in_backward(unit);
+  } else {
+    gatherer_.note_read(unit);  // another output of the unit may have come on another stream
   }
 } catch (const Error& error) {
   fail(error);
@@ -500,6 +502,8 @@ void Pipeline::wait_for_unshard(int number) try {
   if (unit.gather.state() == UnitState::Gathering) {
     gatherer_.attach(unit);
     hold(unit);
+  } else {
+    gatherer_.note_read(unit);
   }
 } catch (const Error& error) {
   fail(error);

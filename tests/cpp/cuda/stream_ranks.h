@@ -399,20 +399,25 @@ class Rank {
   }
 
   // `entered` is called with each unit's number before its kernels.
-  std::vector<CallId> forward(const std::function<void(int)>& entered = [](int) {}) {
+  std::vector<CallId> forward(
+      const std::function<void(int)>& entered = [](int) {}, bool with_gradient = true) {
     std::vector<CallId> calls(units.size(), kNoCall);
-    pipeline->begin_forward();
+    pipeline->begin_forward(0, with_gradient);
     for (std::size_t i = 0; i < units.size(); ++i) {
       pipeline->pre_forward(static_cast<int>(i));
       entered(static_cast<int>(i));
       units[i]->read_parameters();
       if (i > 0) {
-        calls[i] = pipeline->post_forward(static_cast<int>(i));
+        calls[i] = pipeline->post_forward(static_cast<int>(i), with_gradient);
       }
     }
-    calls[0] = pipeline->post_forward(0);
-    pipeline->end_forward();
+    calls[0] = pipeline->post_forward(0, with_gradient);
+    pipeline->end_forward(with_gradient);
     return calls;
+  }
+
+  void evaluate() {
+    forward([](int) {}, /*with_gradient=*/false);
   }
 
   // `passed` is called with each unit's number when backward has passed it.
