@@ -588,8 +588,8 @@ FAULTS = (
     Fault(
         "buckets change although gathers ahead of forward use the ring",
         f"{CORE}/schedule/pipeline.cpp",
-        "bucket_set_.is_stale() || device_.is_capturing()",
-        "device_.is_capturing()",
+        "is_ahead_ && bucket_set_.is_stale()",
+        "false",
         cpp=CPP,
         python=("prefetch_api",),
     ),

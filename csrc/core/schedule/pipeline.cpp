@@ -46,10 +46,10 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
-  // The update below may change buckets and memory, and then no slot may be in use. And a captured
-  // graph has to contain all gathers of its step.
-  if (is_ahead_ && (bucket_set_.is_stale() || device_.is_capturing())) {
-    drop_prefetched();
+  if (device_.is_capturing() || gatherer_.has_been_captured()) {
+    reshard_for_capture();
+  } else if (is_ahead_ && bucket_set_.is_stale()) {
+    drop_prefetched();  // the update below may change buckets and memory, so no slot may be in use
   }
   bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
   if (with_gradient) {
@@ -63,6 +63,17 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   return forward_order_.first_call();
 } catch (const Error& error) {
   fail(error);
+}
+
+// A captured graph has to contain all gathers of its step. Its replays write slots and shards,
+// which no version tells, so later forwards gather all units anew, too.
+void Pipeline::reshard_for_capture() {
+  for (const auto& unit : units_) {
+    if (!unit->is_summoned) {
+      gatherer_.reshard(*unit);
+    }
+  }
+  is_ahead_ = false;
 }
 
 // A captured CUDA graph writes gradients to fixed addresses, so they have to keep their memory.
@@ -102,8 +113,8 @@ void Pipeline::drop_prefetched() {
 // See Note [after an evaluation].
 void Pipeline::end_evaluation() {
   for (const auto& unit : units_) {
-    if (unit->gather.is_unsharded() && !unit->gather.is_held() &&
-        !unit->keeps_slot_after_evaluation) {
+    const bool keeps_slot = unit->keeps_slot_after_evaluation && !gatherer_.has_been_captured();
+    if (unit->gather.is_unsharded() && !unit->gather.is_held() && !keeps_slot) {
       gatherer_.reshard(*unit);
     }
   }

@@ -137,6 +137,7 @@ class Pipeline {
 
  private:
   void lend_gradients();
+  void reshard_for_capture();
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);

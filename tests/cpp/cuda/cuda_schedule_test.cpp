@@ -742,6 +742,47 @@ TEST_P(CudaSchedule, AWholeStepIsCapturedAndMayBeFollowedByOthers) {
   });
 }
 
+// A slot that an evaluation keeps: Note [after an evaluation] in core/gather/unit_gather.h.
+void keep_slots_after_evaluation(Rank& rank) {
+  change_settings(*rank.pipeline, 0,
+                  [](UnitSettings& settings) { settings.keeps_slot_after_evaluation = true; });
+}
+
+TEST(CudaGraphs, ACapturedStepGathersUnitsThatWereUnsharded) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    keep_slots_after_evaluation(rank);
+    step_before_capture(rank);
+    rank.evaluate();
+    rank.pipeline->unshard(1);
+    rank.pipeline->wait_for_unshard(1);
+    synchronize_all(rank);
+    const std::uint64_t before = rank.pipeline->ledger().counters().all_gathers;
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    end_capture(compute_stream).replay();
+    // All units in forward, and all but the root in backward.
+    EXPECT_EQ(rank.pipeline->ledger().counters().all_gathers - before, 5U + 4U);
+  });
+}
+
+// A captured optimizer changes shards without a new version.
+TEST(CudaGraphs, AnEvaluationAfterAReplayReadsTheNewShards) {
+  on_ranks({2, kDirectBytes}, [](Rank& rank, int) {
+    keep_slots_after_evaluation(rank);
+    step_before_capture(rank);
+    synchronize_all(rank);
+    begin_capture(compute_stream);
+    rank.step(3.0F, 3.0F);
+    end_capture(compute_stream).replay();
+    for (int step = 0; step < 2; ++step) {
+      rank.evaluate();
+      for (auto& unit : rank.units) {
+        unit->change_shard_unseen();
+      }
+    }
+  });
+}
+
 // A replay waits for nothing else. The exchange at the end of backward is a collective of the lane
 // that the step itself does not wait for.
 TEST(CudaGraphs, AStepAfterACaptureEndsOnTheComputeStream) {

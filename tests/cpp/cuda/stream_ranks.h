@@ -141,7 +141,7 @@ class StreamUnit final : public UnitPort {
   void move_gradient(std::shared_ptr<void> memory) override {
     move(gradient_, std::move(memory), gradient_bytes());
   }
-  std::uint64_t shard_version() override { return static_cast<std::uint64_t>(version_); }
+  std::uint64_t shard_version() override { return static_cast<std::uint64_t>(seen_version_); }
   std::shared_ptr<void> extract_gradients(const void** addresses) override {
     auto taken = std::make_shared<std::vector<std::shared_ptr<void>>>(std::move(gradients_));
     gradients_.assign(kParams, nullptr);
@@ -174,6 +174,12 @@ class StreamUnit final : public UnitPort {
 
   // As an optimizer does: on the compute stream, or on the host if the unit is offloaded.
   void change_shard() {
+    seen_version_ += 1;
+    change_shard_unseen();
+  }
+
+  // As the replay of a captured optimizer does: the version stays.
+  void change_shard_unseen() {
     version_ += 1;
     write_shard();
   }
@@ -280,6 +286,7 @@ class StreamUnit final : public UnitPort {
   int rank_;
   std::atomic<int>& wrong_;
   int version_ = 0;
+  int seen_version_ = 0;
   UnitLayout layout_;
   std::shared_ptr<void> shard_;
   std::shared_ptr<void> gradient_;
