@@ -516,6 +516,9 @@ void Pipeline::wait_for_unshard(int number) try {
   } else {
     gatherer_.note_read(unit);
   }
+  if (passes_.is_between()) {
+    gatherer_.finish_reading_host();
+  }
 } catch (const Error& error) {
   fail(error);
 }
@@ -532,6 +535,7 @@ void Pipeline::reshard(int number) try {
   gatherer_.reshard(unit);
   if (unit.bucket != nullptr && passes_.is_between()) {
     gatherer_.reshard_speculative(*unit.bucket);
+    gatherer_.finish_reading_host();  // of a gather that nothing has waited for
   }
 } catch (const Error& error) {
   fail(error);

@@ -94,6 +94,25 @@ TEST_P(CudaOffload, TheHostMayChangeShardsAfterAForwardWithoutBackward) {
   });
 }
 
+TEST_P(CudaOffload, TheHostMayChangeShardsAfterTheUserHasUnshardedThem) {
+  on_ranks(GetParam(), [&](Rank& rank, int r) {
+    rank.step(static_cast<float>(r + 1), mean_of(GetParam().ranks(), 0));
+    for (const bool waits : {true, false}) {
+      rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(5));
+      for (int i = 0; i < 5; ++i) {
+        rank.pipeline->unshard(i);
+        if (waits) {
+          rank.pipeline->wait_for_unshard(i);
+          rank.units[static_cast<std::size_t>(i)]->read_parameters();
+          rank.optimizer_step();
+        }
+        rank.pipeline->reshard(i);
+      }
+      rank.optimizer_step();
+    }
+  });
+}
+
 TEST_P(CudaOffload, GradientsAreAddedToThoseOfTheBackwardBefore) {
   const Setting setting = GetParam();
   on_ranks(setting, [&](Rank& rank, int r) {
