@@ -1,6 +1,7 @@
 #include "core/gather/gatherer.h"
 
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -11,6 +12,7 @@ namespace fsdp {
 namespace {
 
 const std::string kGatherStream = "the gather stream";
+const std::string kReaders = "the reads of all slots";
 
 bool needs_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
 
@@ -35,7 +37,38 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
       staging_(device) {}
 
 // Work in flight uses the buffers that are freed now.
-Gatherer::~Gatherer() { lane_.drain(); }
+Gatherer::~Gatherer() {
+  try {
+    order_after_readers();
+  } catch (const std::exception&) {
+    // Nothing runs on the device any more.
+  }
+  lane_.drain();
+}
+
+void Gatherer::synchronize() {
+  order_after_readers();
+  lane_.synchronize();
+}
+
+// Any stream of the user may read a slot, and its memory may belong to yet another one.
+void Gatherer::order_after_readers() {
+  Stream& messages = streams_.messages();
+  const auto follow = [&](const Slot& slot) {
+    messages.wait(*slot.released, kReaders);
+    for_each_reader(slot,
+                    [&](Stream& stream) { streams_.order_after(messages, stream, kReaders); });
+  };
+  if (ring_ == nullptr) {
+    return;
+  }
+  ring_->for_each_slot(follow);
+  for (const auto& bucket : *buckets_) {
+    if (bucket->gather.persistent_slot_ != nullptr) {
+      follow(*bucket->gather.persistent_slot_);
+    }
+  }
+}
 
 void Gatherer::begin_iteration(bool goes_on) {
   streams_.follow_compute();

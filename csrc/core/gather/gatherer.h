@@ -52,6 +52,8 @@ class Gatherer {
   // any shards have changed since the last call. Then the graphs of earlier forwards are out of
   // date.
   bool reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units);
+  // Blocks until the lane is idle and nothing reads a slot.
+  void synchronize();
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
   // In a CUDA graph capture, and in every pass after one, makes the compute stream wait for all
@@ -112,6 +114,7 @@ class Gatherer {
   template <typename Visit>
   void for_each_reader(const Slot& slot, const Visit& visit);
   void follow_readers(Slot& slot, const Bucket& bucket);
+  void order_after_readers();
   void count_if_dropped(Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);
   template <typename Visit>

@@ -16,10 +16,9 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   GatherMemory memory =
       plan_gathers(uses, slots, may_differ ? BucketSets{} : together, keeps_inputs);
   memory.any_in_pieces = lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0;
-  // Work in flight may still use the buffers of the previous plan, and the compute stream reads
-  // slots. They are freed first, so that old and new buffers never exist together.
-  lane_.synchronize();
-  device_.compute_stream().synchronize();
+  // Work in flight may still use the buffers of the previous plan. They are freed first, so that
+  // old and new buffers never exist together.
+  synchronize();
   ring_.reset();
   staging_.reset(nullptr, 0);
   if (may_differ) {

@@ -76,6 +76,16 @@ class BufferRing {
   // The parameters have changed, so the contents of released slots are out of date.
   void invalidate_contents();
 
+  // With overflow slots.
+  template <typename Visit>
+  void for_each_slot(const Visit& visit) const {
+    for (const auto* slots : {&slots_, &overflow_}) {
+      for (const auto& slot : *slots) {
+        visit(*slot);
+      }
+    }
+  }
+
   const RingPlan& plan() const { return plan_; }
   std::size_t allocated_bytes() const;
 

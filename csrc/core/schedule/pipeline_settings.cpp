@@ -54,7 +54,7 @@ void Pipeline::expect_unused(const Unit& unit) {
 
 void Pipeline::form_buckets() try {
   if (!units_.empty() && units_.front()->bucket == nullptr) {
-    bucket_set_.form(forward_order_, reducer_);
+    bucket_set_.form(forward_order_, gatherer_, reducer_);
   }
 } catch (const Error& error) {
   fail(error);

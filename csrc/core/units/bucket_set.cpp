@@ -42,7 +42,7 @@ void BucketSet::update(const ForwardOrder& order, Gatherer& gatherer, Reducer& r
       for (const auto& unit : units_) {
         gatherer.reshard(*unit);  // it stayed unsharded since an earlier forward
       }
-      form(next, reducer);
+      form(next, gatherer, reducer);
     }
     partition_is_stale_ = waits;
     note_order(order, gatherer);
@@ -117,12 +117,12 @@ void BucketSet::compare_ranks(const Partition& partition, const ForwardOrder& or
   }
 }
 
-void BucketSet::form(const Partition& partition, Reducer& reducer) {
+void BucketSet::form(const Partition& partition, Gatherer& gatherer, Reducer& reducer) {
   FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph capture cannot form buckets. Run a few whole steps before capturing "
              "one.");
   reducer.wait(buckets_);
-  lanes_.gather.synchronize();
+  gatherer.synchronize();
   lanes_.reduce.synchronize();
   for (const auto& unit : units_) {
     unit->bucket = nullptr;  // it would dangle if making a bucket throws

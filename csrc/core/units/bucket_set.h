@@ -45,7 +45,9 @@ class BucketSet {
   void update(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer,
               BackwardExchange& exchange);
   // Forms the buckets without planning their memory.
-  void form(const ForwardOrder& order, Reducer& reducer) { form(partition(order), reducer); }
+  void form(const ForwardOrder& order, Gatherer& gatherer, Reducer& reducer) {
+    form(partition(order), gatherer, reducer);
+  }
 
  private:
   // The partition that the ranks have compared: of the order of registration, then of the recorded
@@ -61,7 +63,7 @@ class BucketSet {
   std::vector<int> parents() const;
   void note_order(const ForwardOrder& order, const Gatherer& gatherer);
   void compare_ranks(const Partition& partition, const ForwardOrder& order);
-  void form(const Partition& partition, Reducer& reducer);
+  void form(const Partition& partition, Gatherer& gatherer, Reducer& reducer);
   void plan_memory(Gatherer& gatherer, Reducer& reducer);
 
   Lanes& lanes_;

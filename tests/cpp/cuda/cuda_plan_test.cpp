@@ -34,6 +34,67 @@ TEST(CudaPlan, TheRingIsFreedAfterItsReaders) {
   fake().register_result = 0;
 }
 
+// The last kernels of an evaluation on another stream are late, and the slots are freed on a stream
+// that does not wait for them. The root keeps its slot, or not.
+void evaluate_late(Rank& rank, bool keeps_slot) {
+  rank.lanes->gather.allocate(64, BufferUse::Output);  // fails to register, so no other tries
+  rank.pipeline->gatherer().set_poison_released_slots(false);
+  change_settings(*rank.pipeline, 0, [=](UnitSettings& settings) {
+    settings.keeps_slot_after_evaluation = keeps_slot;
+  });
+  rank.step(1.0F, 1.0F);
+  rank.step(1.0F, 1.0F);
+  synchronize(compute_stream);
+  rank.side_stream = new_stream("another");
+  const OnStream on(rank.side_stream);
+  const auto be_late = [&rank] {
+    Device& device = *rank.lanes->device;
+    device.delay(device.compute_stream(), std::chrono::milliseconds(20));
+  };
+  rank.forward(
+      [&](int unit) {
+        if (unit == 4) {
+          be_late();
+        }
+      },
+      /*with_gradient=*/false);
+  if (keeps_slot) {
+    be_late();
+    rank.units[0]->read_parameters();
+  }
+}
+
+TEST(CudaPlan, SlotsAreFreedAfterReadersOfAnotherStream) {
+  fake().register_result = 3;
+  for (const bool keeps_slot : {true, false}) {
+    for (const bool forms_buckets : {true, false}) {
+      on_ranks({2, 300}, [=](Rank& rank, int) {
+        evaluate_late(rank, keeps_slot);
+        rank.pipeline->options().prefetch_depth = 2;
+        for (int unit = 1; forms_buckets && unit < 5; ++unit) {
+          change_settings(*rank.pipeline, unit,
+                          [](UnitSettings& settings) { settings.bucket_bytes *= 2; });
+        }
+        rank.forward();
+        synchronize(rank.side_stream);
+      });
+    }
+  }
+  fake().register_result = 0;
+}
+
+TEST(CudaPlan, SlotsOfADeletedModelAreFreedAfterReadersOfAnotherStream) {
+  fake().register_result = 3;
+  for (const bool keeps_slot : {true, false}) {
+    on_ranks({2, 300}, [=](Rank& rank, int) {
+      evaluate_late(rank, keeps_slot);
+      rank.pipeline.reset();
+      synchronize(rank.side_stream);
+    });
+  }
+  fake().register_result = 0;
+}
+
 // The marks of NaN are copied on the compute stream, and the old ones freed on another one.
 TEST(CudaPlan, MarksOfNanAreFreedAfterTheyAreCopied) {
   on_ranks({2, 300}, [](Rank& rank, int) {
