@@ -96,6 +96,8 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  // Blocks until the lanes of the ranks and of the replicas are idle.
+  void synchronize();
   // Allocates the reduce input for `buckets` and, where it is always needed, the reduce output.
   // Moves flat gradients into registered memory: Note [shards and gradients in windows].
   void plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets);

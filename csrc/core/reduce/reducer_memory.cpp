@@ -7,12 +7,16 @@
 
 namespace fsdp {
 
-void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+void Reducer::synchronize() {
   lane_.synchronize();
-  const bool has_replicas = replicas_ != nullptr;
-  if (has_replicas) {
+  if (replicas_ != nullptr) {
     replicas_->synchronize();
   }
+}
+
+void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+  synchronize();
+  const bool has_replicas = replicas_ != nullptr;
   updated_.clear();  // it may name buckets that no longer exist
   input_.reset(nullptr, 0);
   output_.reset(nullptr, 0);
@@ -56,10 +60,7 @@ void Reducer::prepare_output(std::size_t bytes) {
     return;
   }
   if (output_.data() != nullptr) {
-    lane_.synchronize();
-    if (replicas_ != nullptr) {
-      replicas_->synchronize();
-    }
+    synchronize();
   }
   output_bytes_ = std::max(output_bytes_, align_up(bytes, 2 * kRegionAlignment));
   output_.reset(nullptr, 0);

@@ -123,7 +123,7 @@ void BucketSet::form(const Partition& partition, Gatherer& gatherer, Reducer& re
              "one.");
   reducer.wait(buckets_);
   gatherer.synchronize();
-  lanes_.reduce.synchronize();
+  reducer.synchronize();
   for (const auto& unit : units_) {
     unit->bucket = nullptr;  // it would dangle if making a bucket throws
   }

@@ -95,6 +95,30 @@ TEST(CudaPlan, SlotsOfADeletedModelAreFreedAfterReadersOfAnotherStream) {
   fake().register_result = 0;
 }
 
+// The all-reduce over replicas of a backward on another stream is late.
+TEST(CudaPlan, BucketsAreFormedAfterTheReductionsOfAnotherStream) {
+  on_ranks(Setting{2, 300, 2, 0, 2}, [](Rank& rank, int) {
+    rank.step(1.0F, 1.0F);
+    rank.step(1.0F, 1.0F);
+    synchronize_all(rank);
+    rank.side_stream = new_stream("another");
+    {
+      const OnStream on(rank.side_stream);
+      rank.lanes->device->delay(rank.replicas->reduce.stream(), std::chrono::milliseconds(20));
+      rank.backward(rank.forward(), 1.0F);
+    }
+    for (int unit = 1; unit < 5; ++unit) {
+      change_settings(*rank.pipeline, unit,
+                      [](UnitSettings& settings) { settings.bucket_bytes *= 2; });
+    }
+    rank.forward();
+    for (auto& unit : rank.units) {
+      unit->read_gradients(1.0F);
+    }
+    synchronize(rank.side_stream);
+  });
+}
+
 // The marks of NaN are copied on the compute stream, and the old ones freed on another one.
 TEST(CudaPlan, MarksOfNanAreFreedAfterTheyAreCopied) {
   on_ranks({2, 300}, [](Rank& rank, int) {
