@@ -6,15 +6,16 @@
 
 namespace fsdp {
 
-void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+std::shared_ptr<void> NonfiniteGradients::place(
+    const std::vector<std::unique_ptr<Bucket>>& buckets) {
   std::size_t count = 0;
   for (const auto& bucket : buckets) {
     count += bucket->layout.trainable_count();
   }
-  const std::shared_ptr<void> before = std::move(marks_);
+  std::shared_ptr<void> before = std::move(marks_);
   count_ = count;
   if (count == 0) {
-    return;
+    return before;
   }
   Stream& compute = device_.compute_stream();
   marks_ = device_.allocate(count * sizeof(std::uint64_t));
@@ -31,9 +32,7 @@ void NonfiniteGradients::place(const std::vector<std::unique_ptr<Bucket>>& bucke
       next += unit->gradients.count();
     }
   }
-  if (before != nullptr) {
-    compute.synchronize();  // the stream that takes `before` back may be another one
-  }
+  return before;
 }
 
 std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Bucket>>& buckets,

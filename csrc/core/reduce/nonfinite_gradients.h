@@ -27,8 +27,9 @@ class NonfiniteGradients {
   explicit NonfiniteGradients(Device& device) : device_(device) {}
 
   // Makes the marks of each bucket's units one array, into which each unit has a pointer.
-  // Units keep the values of their marks.
-  void place(const std::vector<std::unique_ptr<Bucket>>& buckets);
+  // Units keep the values of their marks: the compute stream copies them from the memory that this
+  // returns.
+  [[nodiscard]] std::shared_ptr<void> place(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
   // For each of `units` units, by number, whether this rank's own gradients in the unit's last
   // reduction had NaN or Inf. Waits for the device.

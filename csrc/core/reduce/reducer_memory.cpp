@@ -50,7 +50,10 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     output_.reset(lane_.allocate(output_bytes_, output_use()), output_bytes_);
   }
   place_gradients(buckets);
-  nonfinite_.place(buckets);
+  const std::shared_ptr<void> marks = nonfinite_.place(buckets);
+  // Forming buckets and planning memory copy shards, gradients and marks on this stream. The old
+  // memory may belong to another one, which could use it again at once.
+  device_.compute_stream().synchronize();
 }
 
 // Makes the output at least `bytes` large. The planned size always has room for messages. Before
