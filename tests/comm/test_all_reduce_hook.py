@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_ext
 from fsdp_ext import fully_shard
+from fsdp_ext.sharding.params.user_hooks import on_stream
 
 # - Beside FSDP2
 
@@ -256,6 +258,26 @@ def misuse() -> None:
     )
     with pytest.raises(ValueError, match="a 2-D mesh"):
         hybrid.set_all_reduce_hook(clip, stream=stream)
+
+
+def test_the_reductions_wait_for_a_stream_whose_hook_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[tuple[str, str]] = []
+
+    @dataclasses.dataclass
+    class Stream:
+        name: str
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.name, other.name))
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream("lane"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    chosen: Any = Stream("chosen")
+    with pytest.raises(KeyError), on_stream(torch.device("cuda", 0), 1, chosen):
+        raise KeyError
+    assert waits == [("chosen", "lane"), ("lane", "chosen")]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -145,6 +145,8 @@ def on_stream(device: torch.device, handle: int, stream: torch.Stream | None) ->
     of_lane = cuda.ExternalStream(handle, device=device)
     chosen = of_lane if stream is None else stream
     chosen.wait_stream(of_lane)
-    with cuda.stream(chosen):
-        yield
-    of_lane.wait_stream(chosen)
+    try:
+        with cuda.stream(chosen):
+            yield
+    finally:
+        of_lane.wait_stream(chosen)  # also for work before an exception
