@@ -179,8 +179,8 @@ NOT_SEEN = {
     "core/agree/backward_exchange.cpp join: compute.wait(*received_, kExchange);": (
         "it orders collectives of ranks, not memory, and tests with replays have no replicas"
     ),
-    "core/units/bucket_set.cpp form: lanes_.gather.synchronize();": AFTER_USE,
-    "core/units/bucket_set.cpp form: lanes_.reduce.synchronize();": AFTER_USE,
+    "core/units/bucket_set.cpp form: gatherer.synchronize();": AFTER_USE,
+    "core/units/bucket_set.cpp form: reducer.synchronize();": AFTER_USE,
     "core/gather/gatherer.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
     "core/gather/gatherer.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,
@@ -221,8 +221,6 @@ NOT_SEEN = {
     "reduction.after, streams_.messages(), bucket.reduction.label);": (
         "redundant: the copies, the hook or the all-reduce before it have ordered the two streams"
     ),
-    "core/reduce/reducer_memory.cpp prepare_output: lane_.synchronize();": NO_TEST,
-    "core/reduce/reducer_memory.cpp prepare_output: replicas_->synchronize();": NO_TEST,
     "core/reduce/reducer_wait.cpp settle: bucket.reduction.reduced_->synchronize("
     "device_.timeout(), bucket.reduction.label);": NO_TEST,
     "core/reduce/reducer_updates.cpp finish_updates: "
@@ -253,20 +251,30 @@ NOT_SEEN = {
     "the host for copies of states to the GPU does not wait": (
         "redundant: each copy back comes after the copy to the GPU, and the host waits for it"
     ),
-    "core/gather/gatherer.cpp Gatherer: Gatherer::~Gatherer() { lane_.drain(); }": AFTER_USE,
+    "core/gather/gatherer.cpp ~Gatherer: lane_.drain();": AFTER_USE,
+    "core/gather/gatherer.cpp synchronize: lane_.synchronize();": AFTER_USE,
+    "core/gather/gatherer.cpp note_read: stream.wait(*last.gathered, source.label);": (
+        "the tests' streams wait for the stream that has waited for the gather; CudaReaders sees it"
+    ),
+    "core/gather/gatherer.cpp order_after_readers: "
+    "[&](Stream& stream) { streams_.order_after(messages, stream, kReaders); });": (
+        "no stream of the tests reads slots when they are freed; CudaPlan sees it"
+    ),
+    "core/gather/gatherer.cpp order_after_readers: messages.wait(*slot.released, kReaders);": (
+        "no stream of the tests reads slots when they are freed; CudaPlan sees it"
+    ),
     "comm/nccl/nccl.cpp grow_exchange_buffer: stream.synchronize();": (
         "the tests grow no message while one is in flight; "
         "CudaExchange.AnExchangeMayBeLargerThanOneInFlight sees it"
     ),
-    "core/gather/gatherer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/gather/gatherer_memory.cpp plan_memory: device_.compute_stream().synchronize();": (
-        "the tests plan memory on one stream; CudaPlan.TheRingIsFreedAfterItsReaders sees it"
-    ),
     "core/reduce/reducer_accumulated.cpp accumulated_parts: "
     "reduction.packed_->synchronize(device_.timeout(), reduction.label);": BESIDE,
     "core/reduce/reducer_accumulated.cpp accumulated_parts: lane_.synchronize();": BESIDE,
-    "core/reduce/reducer_memory.cpp plan_memory: lane_.synchronize();": AFTER_USE,
-    "core/reduce/reducer_memory.cpp plan_memory: replicas_->synchronize();": AFTER_USE,
+    "core/reduce/reducer_memory.cpp plan_memory: device_.compute_stream().synchronize();": (
+        "the tests plan memory on one stream; CudaPlan.MarksOfNanAreFreedAfterTheyAreCopied sees it"
+    ),
+    "core/reduce/reducer_memory.cpp synchronize: lane_.synchronize();": AFTER_USE,
+    "core/reduce/reducer_memory.cpp synchronize: replicas_->synchronize();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: lane_.drain();": AFTER_USE,
     "core/reduce/reducer.cpp ~Reducer: replicas_->drain();": AFTER_USE,
     "device/cuda_stream.cpp anchor: compute_.synchronize();": ONLY_TIMES,
