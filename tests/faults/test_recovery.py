@@ -20,6 +20,7 @@ from support.launcher import run_ranks
 from support.models import DeliberateFailure, Fragile, FragileUnit
 from support.parity import LONG_STEPS, Case, Run, check, each, train_step
 from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
 
 from fsdp_ext import fully_shard, optim
 
@@ -135,12 +136,12 @@ def test_steps_after_an_exception_are_those_of_a_run_without_it(
     check(case, world_size)
 
 
-def sharded() -> Any:
+def sharded(shard: Any = fully_shard) -> Any:
     torch.manual_seed(0)
     model: Any = Fragile()
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        shard(block)
+    return shard(model)
 
 
 def run_backward(model: Any, micro_batch: int, failure: str | None = None) -> None:
@@ -242,6 +243,37 @@ def _frozen_before_the_failure() -> None:
 
 def test_a_parameter_that_was_frozen_before_a_failure_stays_frozen() -> None:
     run_ranks(_frozen_before_the_failure, 2)
+
+
+def _reset(clears: bool) -> None:
+    got = {}
+    for shard in (fully_shard, torch_fsdp.fully_shard) if clears else (fully_shard,):
+        model = sharded(shard)
+        run_backward(model, 0)
+        reduced = gradients_of(model)
+        model.set_requires_gradient_sync(False)
+        run_backward(model, 1)
+        model.unshard()
+        leaf = model.stem.weight
+        leaf.grad = torch.ones_like(leaf)
+        model.reset_iter_state()
+        assert leaf.grad is None or not clears
+        assert gradients_of(model).keys() == ({} if clears else reduced).keys()
+        model.set_requires_gradient_sync(True)
+        run_backward(model, 2)
+        got[shard] = gradients_of(model)
+    model = sharded()
+    if not clears:
+        run_backward(model, 0)
+    run_backward(model, 2)
+    expected = gradients_of(model)
+    for gradients in got.values():
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_resetting_an_iteration_drops_what_fsdp2_drops_since_torch_2_15() -> None:
+    run_ranks(_reset, 2, hasattr(torch_fsdp, "GradientReductionHandle"))
 
 
 # - Interrupts of an optimizer's step

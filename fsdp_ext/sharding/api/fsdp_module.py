@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -24,6 +25,9 @@ from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collect
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import torch_state
 from fsdp_ext.sharding.torch_compat.conversions import applied, reshard_and_forget
+
+# As FSDP2's since torch 2.15, which also has the handle.
+_RESET_CLEARS_GRADIENTS = hasattr(torch_fsdp, "GradientReductionHandle")
 
 
 class FSDPModule(TorchFSDPModule):
@@ -107,7 +111,8 @@ class FSDPModule(TorchFSDPModule):
         """Reshard all units and drop unreduced gradients, after an iteration that failed.
 
         The next forward does this by itself. But if a forward has failed, it keeps the gradients
-        that were accumulated before. This method exists for FSDP2's users.
+        that were accumulated before. This method exists for FSDP2's users. Since PyTorch 2.15 it
+        also sets ``.grad`` of the parameters to None, as FSDP2's does.
 
         Raises:
             RuntimeError: if this module is not the root.
@@ -121,6 +126,9 @@ class FSDPModule(TorchFSDPModule):
                 "root module, which is the one that ran forward first."
             )
         root.impl.reset_iteration()
+        if _RESET_CLEARS_GRADIENTS:
+            for unit in root.units:
+                unit.clear_gradients()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits for the gradient reductions at its end.

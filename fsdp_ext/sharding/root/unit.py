@@ -340,6 +340,15 @@ class Unit(ParamGroup):
         """Return the modules and names of all attributes that refer to its parameters."""
         return [attribute for param in self.params for attribute in param.attributes]
 
+    def clear_gradients(self) -> None:
+        """Set ``.grad`` of its sharded, unsharded and flat parameters to None."""
+        for param in self.params:
+            param.sharded.grad = None
+            if param.whole is not None:
+                param.whole.grad = None
+        if self.flat_param is not None:
+            self.flat_param.param.grad = None
+
     def phase(self) -> str:
         """Return which pass of its model runs: "forward", "backward" or "idle"."""
         if self.root is None or self.impl is None:
