@@ -124,7 +124,10 @@ def test_torch_recognises_a_sharded_module() -> None:
 def _shared_streams() -> None:
     first, second = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
     fsdp_ext.share_comm_ctx([])
+    contexts = [fully_shard.state(module)._comm_ctx for module in (first, second)]
+    assert contexts[0] is not contexts[1]  # as pipelining needs them for stages that share none
     fsdp_ext.share_comm_ctx([first, second])
+    assert fully_shard.state(first)._comm_ctx is fully_shard.state(second)._comm_ctx
     for module in (first, second):
         module(torch.ones(2, 4)).sum().backward()
     assert first._fsdp_ext_unit.root.lanes is second._fsdp_ext_unit.root.lanes
@@ -134,7 +137,9 @@ def _shared_streams() -> None:
     other = fully_shard(nn.Linear(4, 4), transport="process_group")
     with pytest.raises(NotImplementedError, match="2 groups of ranks or transports"):
         fsdp_ext.share_comm_ctx([first, other])
-    torch_fsdp.share_comm_ctx([first, second])
+    third = fully_shard(nn.Linear(4, 4))
+    torch_fsdp.share_comm_ctx([first, second, third])
+    assert fully_shard.state(first)._comm_ctx is fully_shard.state(third)._comm_ctx
     with pytest.raises(AttributeError, match="'_comm_ctx' was set in a view"):
         torch_fsdp.share_comm_ctx([first, other])
 
@@ -189,7 +194,7 @@ class Stage(nn.Module):
         return self.layers(x).relu()
 
 
-def _pipeline(schedule: str, stages: int) -> None:
+def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     gradients: dict[str, list[Tensor]] = {}
     for name in ("fsdp2", "fsdp_ext"):
@@ -205,7 +210,10 @@ def _pipeline(schedule: str, stages: int) -> None:
             for index, model in enumerate(models)
         ]
         run = get_schedule_class(schedule)(
-            parts if stages > 1 else parts[0], 4, loss_fn=lambda y, t: (y - t).square().sum()
+            parts if stages > 1 else parts[0],
+            4,
+            loss_fn=lambda y, t: (y - t).square().sum(),
+            **options,
         )
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         for step in range(3):
@@ -234,22 +242,34 @@ def _pipeline(schedule: str, stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"),
+    ("schedule", "stages", "options"),
     [
-        ("GPipe", 1),
-        ("1F1B", 1),
+        ("GPipe", 1, {}),
+        ("1F1B", 1, {}),
         pytest.param(
             "Interleaved1F1B",
             2,
+            {},
             marks=pytest.mark.skipif(
                 torch.__version__ < "2.13",
                 reason="torch 2.11 sends between stages of one rank through gloo, which refuses",
             ),
         ),
+        pytest.param(
+            "Interleaved1F1B",
+            2,
+            {"defer_reduce_grad_wait": True},
+            marks=pytest.mark.skipif(
+                not hasattr(torch_fsdp, "GradientReductionHandle"),
+                reason="schedules defer waits since torch 2.15",
+            ),
+        ),
     ],
 )
-def test_pipelining_reduces_once_for_all_micro_batches(schedule: str, stages: int) -> None:
-    run_ranks(_pipeline, 2, schedule, stages)
+def test_pipelining_reduces_once_for_all_micro_batches(
+    schedule: str, stages: int, options: dict[str, Any]
+) -> None:
+    run_ranks(_pipeline, 2, schedule, stages, options)
 
 
 def _indexing() -> None:

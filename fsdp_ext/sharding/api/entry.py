@@ -375,3 +375,5 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             f"share_comm_ctx got modules over {len(lanes)} groups of ranks or transports, which "
             "cannot share streams. Leave the call out; modules of one group share theirs already."
         )
+    for unit in units:
+        unit.comm_context = torch_state.StateView(units[0])._comm_ctx

@@ -121,6 +121,7 @@ class Unit(ParamGroup):
         # The Root that runs this unit, from the first forward on. root.py imports this file, so the
         # type cannot be named here.
         self.root: Any = None
+        self.comm_context: object = None  # _comm_ctx of the views for PyTorch's code; made there
         self.impl: _C.TorchUnit | None = None
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False

@@ -47,13 +47,21 @@ class _View:
 
     @property
     def _comm_ctx(self) -> object:
-        """The state that units share if they share streams and communicators."""
-        ranks = self._unit.ranks
-        return ranks.shard_group, ranks.replicate_group, self._unit.settings.transport
+        """The root's groups and transport. Equal ones have the same streams.
+
+        Pipelining compares identities, to find stages that the user lets share one.
+        """
+        root = self._unit.root
+        unit: Unit = self._unit if root is None else root.units[0]
+        if unit.comm_context is None:
+            ranks = unit.ranks
+            unit.comm_context = ranks.shard_group, ranks.replicate_group, unit.settings.transport
+        return unit.comm_context
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
-            return  # PyTorch's share_comm_ctx lets modules share streams; these do already
+            self._unit.comm_context = value  # by PyTorch's share_comm_ctx
+            return
         raise AttributeError(
             f"'{name}' was set in a view of fsdp_ext's state, which has no effect on training. Use "
             "the methods of FSDPModule."
