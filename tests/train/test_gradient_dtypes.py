@@ -17,6 +17,7 @@ from fsdp_ext import MixedPrecisionPolicy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+HAS_OVERRIDE = hasattr(Tensor, "_has_grad_dtype_override")
 
 
 class Block(nn.Module):
@@ -169,6 +170,58 @@ def changes_after_sharding() -> None:
     other.weight.grad_dtype = torch.float8_e4m3fn
     with pytest.raises(ValueError, match="in which gradients cannot be added"):
         fsdp_ext.fully_shard(other)
+
+
+def half(model: Any) -> None:
+    model.half()
+
+
+def to_the_host(model: Any) -> None:
+    model.to("cpu")
+
+
+def backward_of(model: Any) -> list[Tensor]:
+    """Add to the gradients, and return them."""
+    dtype = model[0].weight.dtype
+    model(batch(0).to(dtype)).float().square().mean().backward()
+    assert all(p.grad.dtype == p.grad.to_local().dtype for p in model.parameters())
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def survives_conversions() -> None:
+    for convert in (half, to_the_host, torch.nn.Module.float):
+        model: Any = fsdp_ext.fully_shard(low((FP32, FP32)))
+        convert(model)
+        assert {p.grad_dtype for p in model.parameters()} == {FP32}
+        before = backward_of(model)
+        assert {grad.dtype for grad in before} == {FP32}
+        if HAS_OVERRIDE:  # before, FSDP2 loses the dtype
+            theirs: Any = torch_fsdp.fully_shard(low((FP32, FP32)))
+            convert(theirs)
+            expect_equal(before, backward_of(theirs))
+        convert(model)
+        assert [p.grad_dtype for p in model.parameters()] == [FP32] * 4
+        expect_equal([whole(p.grad) for p in model.parameters()], before)
+        expect_equal(backward_of(model), [2 * grad for grad in before])
+
+
+def own_dtype_survives_conversions() -> None:
+    model: Any = fsdp_ext.fully_shard(low((BF16, BF16)))
+    model.float()
+    assert {p.grad_dtype for p in model.parameters()} == {BF16}
+    assert {grad.dtype for grad in backward_of(model)} == {BF16}
+    model.half()
+    assert {p.grad_dtype for p in model.parameters()} == {BF16}
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="this torch has no grad_dtype")
+def test_a_grad_dtype_and_its_gradients_survive_conversions() -> None:
+    run_ranks(survives_conversions, 2)
+
+
+@pytest.mark.skipif(not HAS_OVERRIDE, reason="before torch 2.15 this is as if it was not set")
+def test_a_grad_dtype_that_is_the_parameters_own_survives_conversions() -> None:
+    run_ranks(own_dtype_survives_conversions, 2)
 
 
 @pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="this torch has no grad_dtype")

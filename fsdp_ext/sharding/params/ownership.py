@@ -187,6 +187,17 @@ def own_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
     return dtype if param.requires_grad and dtype != param.dtype else None
 
 
+def asked_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
+    """Return the dtype of gradients that conversions of ``param`` keep; None if they follow it.
+
+    Since torch 2.15 that is any dtype that the user has set, even the parameter's own.
+    """
+    if getattr(param, "_has_grad_dtype_override", False):
+        dtype: torch.dtype | None = param.grad_dtype
+        return dtype
+    return own_grad_dtype(param)
+
+
 def check_grad_dtype(name: str, param: nn.Parameter, *, is_extension: bool = False) -> None:
     """Raise an error if gradients of ``param`` cannot have the dtype that the user wants.
 

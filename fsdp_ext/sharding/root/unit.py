@@ -41,6 +41,7 @@ from fsdp_ext.sharding.params.optimizer_in_backward import (
     refuse_unsharded_with_optimizer,
 )
 from fsdp_ext.sharding.params.ownership import (
+    asked_grad_dtype,
     check_grad_dtype,
     check_parameter,
     check_tensor_parallel,
@@ -49,7 +50,6 @@ from fsdp_ext.sharding.params.ownership import (
     mark_goes_on_as,
     mark_owned,
     mark_sharded,
-    own_grad_dtype,
     quantization_of,
     refuse_class,
     unsharded_name,
@@ -215,7 +215,7 @@ class Unit(ParamGroup):
             dtensor = spread.dtensor(self._rows_of(part, dim))
             quantization = quantization_of(param)
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-        grad_dtype = own_grad_dtype(param)
+        grad_dtype = asked_grad_dtype(param)
         if grad_dtype is not None:
             sharded.grad_dtype = grad_dtype
         if quantization is not None and not param.is_meta:
@@ -431,8 +431,9 @@ class Unit(ParamGroup):
             self._check_unowned(param, now)
             mark_goes_on_as(param.sharded, now)
             mark_owned(now, self.name)
-            if param.grad_dtype is not None and own_grad_dtype(now) is None:
-                now.grad_dtype = param.grad_dtype
+            grad_dtype = asked_grad_dtype(param.sharded)
+            if grad_dtype is not None and asked_grad_dtype(now) is None:
+                now.grad_dtype = grad_dtype
             check_again()
             param.sharded = now
             _owners[id(now)] = param

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.params.flat_parameter import registered
+from fsdp_ext.sharding.params.ownership import asked_grad_dtype
+from fsdp_ext.sharding.params.unreduced import is_unreduced
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -94,9 +97,34 @@ def converting(unit: Unit) -> Iterator[None]:
     """
     now = [(attribute, registered(*attribute)) for attribute in unit.attributes()]
     kept = [(attribute, dict(vars(param))) for attribute, param in now if param is not None]
-    yield
+    with _keeping_gradients(unit):
+        yield
     for attribute, attributes in kept:
         param = registered(*attribute)
         if param is not None:
             vars(param).update(attributes)
     adopt_changes(unit)
+
+
+@contextlib.contextmanager
+def _keeping_gradients(unit: Unit) -> Iterator[None]:
+    """Keep dtypes of gradients that the user has set, and such gradients, in conversions."""
+    kept = []
+    for param in unit.params:
+        dtype, gradient = asked_grad_dtype(param.sharded), param.sharded.grad
+        if dtype is None:
+            continue
+        if is_unreduced(param.sharded):
+            gradient = None
+        elif gradient is not None:
+            param.sharded.grad = None  # Module._apply would convert it as the parameter
+        kept.append((param, dtype, gradient))
+    try:
+        yield
+    finally:
+        for param, dtype, gradient in kept:
+            now = param.registered()
+            if isinstance(now, DTensor):
+                now.grad_dtype = dtype
+                if gradient is not None:
+                    now.grad = gradient.to(now.device)
