@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 
 import fsdp_ext
+from fsdp_ext.sharding.params import param_group
 
 HAS_OVERRIDE = any(
     field.name == "param_dtype_override_fn"
@@ -104,3 +106,10 @@ def refuse() -> None:
 
 def test_another_dtype_than_the_two_is_refused() -> None:
     run_ranks(refuse, 1)
+
+
+def test_the_policy_itself_says_what_no_reduce_dtype_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A pre-release of 2.15 has its policy.
+    version = torch.torch_version.TorchVersion("2.15.0a0" if HAS_OVERRIDE else "2.15.0")
+    monkeypatch.setattr(torch, "__version__", version)
+    assert runpy.run_path(param_group.__file__)["_REDUCES_AS_COMPUTED"] == (not HAS_OVERRIDE)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -402,7 +403,8 @@ class Unsharded(Run):
 
     def _reduce_dtype(self, gradient: Tensor) -> torch.dtype:
         reduce_dtype: torch.dtype | None = self.case.precision.get("reduce_dtype")
-        if torch.__version__ < "2.15":  # since 2.15 None stands for the dtype of the parameters
+        # Since torch 2.15, whose policy has this field, None stands for the parameters' dtype.
+        if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
             reduce_dtype = reduce_dtype or self.case.precision.get("param_dtype")
         return reduce_dtype or gradient.dtype
 
