@@ -69,6 +69,9 @@ def compare(options: dict[str, Any], policy: MixedPrecisionPolicy) -> None:
     of_fsdp2 = shard(torch_fsdp.fully_shard, apart=True, mp_policy=policy)
     if policy.reduce_dtype is None:  # the unit accumulates in float32, and units apart do not
         expect_equal(one_step(mine), one_step(of_fsdp2))
+        for unit in mine._fsdp_ext_units(recurse=True):
+            numel = sum(param.shape.numel() for param in unit.params)
+            assert unit.reduction_bytes() == numel * FP32.itemsize
         return
     apart = shard(fully_shard, apart=True, mp_policy=policy, **options)
     got = train(mine, unsharded=False)

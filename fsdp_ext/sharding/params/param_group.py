@@ -141,27 +141,27 @@ class ParamGroup:
         If no ``reduce_dtype`` says otherwise, gradients of several dtypes are reduced in one that
         holds the values of all of them.
         """
-        trainable = [param for param in self.params if param.is_trained]
-        sharded = [self.grad_dtype(param) for param in trainable]
-        policy = self.settings.mp_policy
-        computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
-        arriving = [param.grad_dtype or computed or param.dtype for param in trainable]
-        reduce_dtype = policy.reduce_dtype or functools.reduce(
-            torch.promote_types, arriving or [computed or torch.float32]
-        )
+        sharded = [self.grad_dtype(param) for param in self.params if param.is_trained]
+        reduce_dtype = functools.reduce(torch.promote_types, self._dtypes_to_reduce())
         return min(sharded, key=lambda dtype: dtype.itemsize, default=torch.float32), reduce_dtype
+
+    def _dtypes_to_reduce(self) -> list[torch.dtype]:
+        """Return the dtypes whose values a reduction has to hold."""
+        policy = self.settings.mp_policy
+        if policy.reduce_dtype is not None:
+            return [policy.reduce_dtype]
+        computed = policy.param_dtype if _REDUCES_AS_COMPUTED else None
+        trainable = [param for param in self.params if param.is_trained]
+        dtypes = [param.grad_dtype or computed or param.dtype for param in trainable]
+        return dtypes or [computed or torch.float32]
 
     def reduction_bytes(self) -> int:
         """Return about how many bytes the unit's reduction has, without padding.
 
         It may be called before the dtypes of gradients are checked.
         """
-        reduce_dtype = self.settings.mp_policy.reduce_dtype
-        return sum(
-            param.shape.numel() * (reduce_dtype or self.compute_dtype(param)).itemsize
-            for param in self.params
-            if param.is_trained
-        )
+        numel = sum(param.shape.numel() for param in self.params if param.is_trained)
+        return numel * max(dtype.itemsize for dtype in self._dtypes_to_reduce())
 
     def check_message_bytes(
         self, params: Sequence[Param], gather: int | None, reduction: int | None = None
