@@ -113,6 +113,10 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   if (nested) {
     return true;
   }
+  FSDP_CHECK(
+      !is_handle_pending_,
+      "Forward was called before the wait for the last gradient reduction. Call wait() of the "
+      "handle that finalize_backward has returned.");
   for (const auto& other : units_) {
     other->parameters().carry_gradient_settings();
   }
@@ -250,6 +254,7 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
     settle_gradient_settings();
   }
   awaited_backwards_ = std::max(0, awaited_backwards_ - 1);
+  awaits_finalization_ = true;
   if (before_backward_) {
     with_python([this] {
       const py::object method = before_backward_();
@@ -301,6 +306,7 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
 void TorchRoot::end_backward() {
   const Range range(*lanes_->device, kEndBackward);
   pipeline_->end_backward();
+  awaits_finalization_ = awaits_finalization_ && !pipeline_->options().is_last_backward;
   for (const auto& unit : units_) {
     if (pipeline_->unit(unit->number()).gradients.awaits_reduction()) {
       unit->shown_gradients().show_all();
@@ -356,6 +362,7 @@ void TorchRoot::reset_iteration() {
     unit->forward().reset_pending();
   }
   passes().reset();
+  awaits_finalization_ = is_handle_pending_ = false;
   const py::gil_scoped_release no_gil;
   pipeline_->reset();
   leave_if_idle();
@@ -369,6 +376,7 @@ void TorchRoot::recover() {
     unit->forward().reset_pending();
   }
   passes().reset();
+  awaits_finalization_ = false;
   if (reset_failed(Pipeline::After::Failure)) {
     warn_of_lost_gradients();
   }

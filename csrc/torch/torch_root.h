@@ -76,6 +76,10 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Python has checked the current modules.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
+  // Whether a backward has run since the last wait for reductions.
+  bool awaits_finalization() const { return awaits_finalization_; }
+  // Forward raises while a handle of finalize_backward is pending.
+  void set_handle_pending(bool value) { is_handle_pending_ = value; }
   // Cleans up if a forward or backward has failed: Pipeline::reset. Warns if gradients of earlier
   // backwards are lost.
   void recover();
@@ -128,6 +132,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   std::shared_ptr<StepChecks> checks_;  // may be null
   bool is_checking_ = false;            // in a checked step
   int backward_task_ = -1;              // autograd's number of the backward that runs
+  bool awaits_finalization_ = false;
+  bool is_handle_pending_ = false;
 };
 
 // Returns views of the packed gradients that backwards without gradient sync have accumulated for a

@@ -243,10 +243,6 @@ def of_methods() -> list[Row]:
         *each_of(TypeError, r"max_input_buffers got {}\. Pass an integer",
                  ("x", None, 1.5, 2.0, True), on(buffers)),
         *each_of(ValueError, r"max_input_buffers got {}\. Pass 1 or more", (0, -1), on(buffers)),
-        # At a wrong time.
-        (RuntimeError,
-         r"^finalize_backward was called.*Call set_manual_backward_finalization\(True\)",
-         lambda model: model.finalize_backward()),
     ]  # fmt: skip
     return rows
 
@@ -263,6 +259,11 @@ def of_running_models() -> list[Row]:
             for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
         ],
         (RuntimeError, "^reset_iter_state was called", lambda model: model[0].reset_iter_state()),
+        (
+            RuntimeError,
+            r"^finalize_backward was called.*Call set_manual_backward_finalization\(True\)",
+            lambda model: model.finalize_backward(),
+        ),
         (RuntimeError, "join_empty", lambda model: model[0].join_empty(torch.ones(1))),
     ]
 

@@ -253,6 +253,73 @@ def test_methods_without_an_effect_check_their_arguments() -> None:
     run_ranks(_arguments, 1)
 
 
+HAS_FINALIZATION = hasattr(torch_fsdp, "GradientReductionHandle")
+
+
+def _misused_finalization() -> None:
+    x = torch.ones(1, 2)
+
+    def sharded(fully_shard: Any, by_hand: bool = True) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in model:
+            fully_shard(layer)
+        model = fully_shard(model)
+        if by_hand:
+            model.set_manual_backward_finalization(True)
+        return model
+
+    found = {}
+    systems = (fsdp_ext.fully_shard, torch_fsdp.fully_shard)
+    for fully_shard in systems if HAS_FINALIZATION else systems[:1]:
+        model = sharded(fully_shard, by_hand=False)
+        assert model.finalize_backward() is None
+        model.finalize_backward(async_op=True).wait()
+        model[1].set_manual_backward_finalization(True)
+        with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization.* root"):
+            model(x)
+
+        model = sharded(fully_shard)
+        model(x).sum().backward()
+        for call in (
+            lambda layer: layer.set_manual_backward_finalization(False),
+            lambda layer: layer.finalize_backward(),
+        ):
+            with pytest.raises(RuntimeError, match=r"called on .*root"):
+                call(model[0])
+        with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization.* change.* mode"):
+            model.set_manual_backward_finalization(False)
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(RuntimeError, match="wait"):
+            model(x)
+        with pytest.raises(RuntimeError, match="wait"):
+            model.finalize_backward()
+        handle.wait()
+        handle.wait()
+        model(x).sum().backward()
+        model.finalize_backward()
+        found[fully_shard] = [param.grad.full_tensor() for param in model.parameters()]
+        model.set_manual_backward_finalization(False)
+        model.set_manual_backward_finalization(True)
+
+        model(x).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        model.reset_iter_state()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"wait was called on a handle|invalidated"):
+                handle.wait()
+        model.set_manual_backward_finalization(False)
+        model(x).sum().backward()
+    first, *others = found.values()
+    assert first[0].norm() > 0
+    for other in others:
+        torch.testing.assert_close(other, first)
+
+
+def test_misuse_of_manual_finalization_raises_as_under_fsdp2() -> None:
+    run_ranks(_misused_finalization, 2)
+
+
 def _refused_in_forward() -> None:
     model: Any = fsdp_ext.fully_shard(nn.Sequential(nn.Linear(1, 2)))
     model.set_requires_gradient_sync(False)

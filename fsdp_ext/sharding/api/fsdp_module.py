@@ -20,7 +20,7 @@ from fsdp_ext.sharding.params.flat_parameter import flat_tensors
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, check_comm
 from fsdp_ext.sharding.root.empty_forward import join_empty
 from fsdp_ext.sharding.root.module_state import refuse_copy, unit_of, units_below, units_of
-from fsdp_ext.sharding.root.root import ensure_root
+from fsdp_ext.sharding.root.root import Root, ensure_root
 from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collectives, targets_of
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import torch_state
@@ -117,15 +117,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: if this module is not the root.
         """
-        root = self._fsdp_ext_unit.root
+        root = self._fsdp_ext_own_root("reset_iter_state")
         if root is None:
             return
-        if root.number(self._fsdp_ext_unit) > 0:
-            raise RuntimeError(
-                f"reset_iter_state was called on unit '{self._fsdp_ext_unit.name}'. Call it on the "
-                "root module, which is the one that ran forward first."
-            )
-        root.impl.reset_iteration()
+        root.reset_iteration()
         if _RESET_CLEARS_GRADIENTS:
             for unit in root.units:
                 unit.clear_gradients()
@@ -143,35 +138,51 @@ class FSDPModule(TorchFSDPModule):
         """Set whether backwards leave the wait for reductions to :meth:`finalize_backward`.
 
         The setting is the root's, so it holds for the whole model. FSDP2 has it since torch 2.15.
+
+        Raises:
+            RuntimeError: below the root, and if the mode changes between a backward and its
+                finalization.
         """
         by_hand = as_bool("set_manual_backward_finalization", "enabled", enabled)
+        root = self._fsdp_ext_own_root("set_manual_backward_finalization")
+        changes = by_hand != self._fsdp_ext_unit.settings.finalizes_by_hand
+        if changes and root is not None and root.impl.awaits_finalization():
+            raise RuntimeError(
+                "set_manual_backward_finalization changed the mode after a backward has begun. "
+                "Call it before backward, or after finalize_backward()."
+            )
         self._fsdp_ext_change_root(finalizes_by_hand=by_hand)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards of a step: reduce the accumulated gradients, and wait.
 
         Backwards accumulate after ``set_requires_gradient_sync(False)``. Units that still have this
-        setting keep their gradients.
+        setting keep their gradients. Before the first forward there is nothing to do.
 
         Args:
             async_op: return a handle at once instead of waiting. Wait for it before the optimizer's
                 step and before the next forward.
 
         Raises:
-            RuntimeError: without :meth:`set_manual_backward_finalization`, and while forward or
-                backward runs.
+            RuntimeError: without :meth:`set_manual_backward_finalization`, while forward or
+                backward runs, while a handle is pending, and below the root.
         """
         async_op = as_bool("finalize_backward", "async_op", async_op)
-        root = self._fsdp_ext_unit.root
-        settings = self._fsdp_ext_unit.settings if root is None else root.units[0].settings
-        if not settings.finalizes_by_hand:
+        root = self._fsdp_ext_own_root("finalize_backward")
+        if root is None or root.is_provisional:
+            return GradientReductionHandle(None) if async_op else None
+        if root.pending_reduction is not None:
+            raise RuntimeError(
+                "finalize_backward was called before the wait for the last gradient reduction. "
+                "Call wait() of the handle that it has returned."
+            )
+        if not self._fsdp_ext_unit.settings.finalizes_by_hand:
             raise RuntimeError(
                 "finalize_backward was called, but backwards end by themselves. Call "
                 "set_manual_backward_finalization(True) before forward."
             )
-        if root is not None:
-            root.reduce_accumulated(wait=not async_op)
-        return GradientReductionHandle(self._fsdp_ext_unit) if async_op else None
+        root.reduce_accumulated(wait=not async_op)
+        return GradientReductionHandle(root) if async_op else None
 
     def get_pending_gradients(
         self, *, recurse: bool = True
@@ -560,6 +571,20 @@ class FSDPModule(TorchFSDPModule):
         self._fsdp_ext_unit.change(**settings)
         if self._fsdp_ext_unit.root is not None:
             self._fsdp_ext_unit.root.change(**settings)
+
+    def _fsdp_ext_own_root(self, caller: str) -> Root | None:
+        """Return the root; None before the first forward.
+
+        Raises:
+            RuntimeError: if this module is below the root.
+        """
+        root: Root | None = self._fsdp_ext_unit.root
+        if root is not None and root.number(self._fsdp_ext_unit) > 0:
+            raise RuntimeError(
+                f"{caller} was called on unit '{self._fsdp_ext_unit.name}'. Call it on the root "
+                "module, which is the one that ran forward first."
+            )
+        return root
 
     @property
     def _fsdp_ext_unit(self) -> Unit:

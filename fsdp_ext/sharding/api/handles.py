@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.sharding.root.unit import Unit
 
 # Since torch 2.15.
@@ -39,14 +40,19 @@ class GradientReductionHandle(_TorchGradientReductionHandle):  # type: ignore[mi
     """Gradient reductions in flight.
 
     Args:
-        unit: a unit of the model whose gradients are reduced.
+        root: the root of the model whose gradients are reduced; None before the first forward.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, root: Root | None) -> None:
+        self._root = root
+        self._reduction = None if root is None else root.leave_reduction_pending()
 
     def wait(self) -> None:
-        """Make the current stream wait."""
-        unit, self._unit = self._unit, None
-        if unit is not None and unit.root is not None:
-            unit.root.reduce_accumulated(wait=True)
+        """Make the current stream wait.
+
+        Raises:
+            RuntimeError: if ``reset_iter_state`` has dropped the reductions.
+        """
+        if self._root is not None:
+            self._root.wait_for_pending(self._reduction)
+            self._root = None

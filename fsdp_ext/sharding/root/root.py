@@ -63,6 +63,8 @@ class Root(UnitTree):
         super().__init__(module)
         self.is_provisional = is_provisional
         self._needs_order_check = True  # of the first iteration's collectives
+        # Identifies the reductions that a handle of finalize_backward is to wait for.
+        self.pending_reduction: object = None
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
         self._unreduced: list[unreduced.Unreduced] = []  # of a C++ side that this one replaces
@@ -103,6 +105,12 @@ class Root(UnitTree):
                 "the root must be a single module. Call fully_shard on the module that contains "
                 "them, too."
             )
+        for unit, name in zip(self.units[1:], names[1:], strict=True):
+            if unit.settings.finalizes_by_hand and not self.is_provisional:
+                raise RuntimeError(
+                    f"set_manual_backward_finalization was called on '{name}'. Call it on the root "
+                    "module."
+                )
         check_meshes(self.units, [name or "the root" for name in names])
         transports = {unit.settings.transport for unit in self.units}
         if len(transports) > 1:
@@ -414,6 +422,32 @@ class Root(UnitTree):
         finally:
             self.impl.leave_if_idle()
             self.impl.set_is_last_backward(self.waits_for_reductions)
+
+    def leave_reduction_pending(self) -> object:
+        """Let a handle wait for the reductions, before the next forward. Return what names them."""
+        self.pending_reduction = object()
+        self.impl.set_handle_pending(True)
+        return self.pending_reduction
+
+    def wait_for_pending(self, reduction: object) -> None:
+        """Make the current stream wait for reductions.
+
+        Raises:
+            RuntimeError: if they were dropped.
+        """
+        if reduction is not self.pending_reduction:
+            raise RuntimeError(
+                "wait was called on a handle of gradient reductions that reset_iter_state has "
+                "dropped. Run the step again."
+            )
+        self.reduce_accumulated(wait=True)
+        self.impl.set_handle_pending(False)
+        self.pending_reduction = None
+
+    def reset_iteration(self) -> None:
+        """Reshard all units and drop unreduced gradients."""
+        self.pending_reduction = None
+        self.impl.reset_iteration()
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
         """Reduce accumulated gradients of ``units`` of this root alone, whatever their settings."""
