@@ -66,6 +66,17 @@ def test_models_with_extensions_train_as_under_fsdp2(setup: Setup) -> None:
     run_ranks(_train_beside_fsdp2, 2, setup)
 
 
+def _train_releasing(setup: Setup) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+        patch.setattr(HalfWeight, name, lambda self: True, raising=False)
+        _train_beside_fsdp2(setup)
+
+
+def test_extensions_that_let_gathered_memory_go_train_as_under_fsdp2() -> None:
+    run_ranks(_train_releasing, 2, SETUPS["accumulation"])
+
+
 @pytest.mark.exhaustive
 def test_replicas_with_extensions_train_as_under_fsdp2() -> None:
     run_ranks(_train_beside_fsdp2, 4, Setup(mesh=(2, 2)))

@@ -157,6 +157,7 @@ def with_grad_dtypes(options: dict[str, Any]) -> None:
 
 def changes_after_sharding() -> None:
     layer: Any = fsdp_ext.fully_shard(nn.Linear(WIDTH, WIDTH, dtype=BF16))
+    layer.set_reduce_scatter_unused_params(True)  # FSDP2 wants a reduce_dtype beside None
     for dtype in (FP32, BF16, None):
         layer.weight.grad_dtype = dtype
         layer(batch(0).to(BF16)).sum().backward()
