@@ -457,10 +457,21 @@ void TorchRoot::reduce_accumulated() {
       unit->adopt_gradients();
     }
     end_backward();
+    awaits_finalization_ = false;
   } catch (...) {
     abandon_backward(passes().number());
     throw;
   }
+}
+
+// A failed backward does not matter: earlier reductions are whole.
+void TorchRoot::wait_for_reductions() {
+  FSDP_CHECK(passes().is_between() || passes().has_failed(),
+             "wait was called on a handle of gradient reductions while forward or backward runs. "
+             "Call it before or after.");
+  const py::gil_scoped_release no_gil;
+  pipeline_->wait_for_reductions();
+  is_handle_pending_ = false;
 }
 
 void TorchRoot::set_before_backward(py::object method) {

@@ -76,7 +76,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Python has checked the current modules.
   void accept_module_changes() { seen_module_changes_ = module_changes(); }
   void reset_iteration();
-  // Whether a backward has run since the last wait for reductions.
+  // Whether a backward has run since the last wait for reductions or finalize_backward.
   bool awaits_finalization() const { return awaits_finalization_; }
   // Forward raises while a handle of finalize_backward is pending.
   void set_handle_pending(bool value) { is_handle_pending_ = value; }
@@ -88,6 +88,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.
   void reduce_accumulated();
+  void wait_for_reductions();
   // `method` is a weak reference to a method of Python's root. The next backward calls it before it
   // begins. With None, it calls nothing.
   void set_before_backward(pybind11::object method);

@@ -256,6 +256,10 @@ def test_methods_without_an_effect_check_their_arguments() -> None:
 HAS_FINALIZATION = hasattr(torch_fsdp, "GradientReductionHandle")
 
 
+def _raise(_gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
 def _misused_finalization() -> None:
     x = torch.ones(1, 2)
 
@@ -301,6 +305,22 @@ def _misused_finalization() -> None:
         found[fully_shard] = [param.grad.full_tensor() for param in model.parameters()]
         model.set_manual_backward_finalization(False)
         model.set_manual_backward_finalization(True)
+        model.zero_grad()
+
+        # The wait sends nothing: it leaves alone what was accumulated later.
+        first, second, failing = model(x).sum(), model(2 * x).sum(), model(x)
+        failing.register_hook(_raise)
+        first.backward()
+        handle = model.finalize_backward(async_op=True)
+        model.set_requires_gradient_sync(False)
+        second.backward()
+        with pytest.raises(ZeroDivisionError):
+            failing.sum().backward()
+        handle.wait()
+        found[fully_shard] += [param.grad.full_tensor() for param in model.parameters()]
+        model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
+        model.zero_grad()
 
         model(x).sum().backward()
         handle = model.finalize_backward(async_op=True)
@@ -311,7 +331,9 @@ def _misused_finalization() -> None:
         model.set_manual_backward_finalization(False)
         model(x).sum().backward()
     first, *others = found.values()
-    assert first[0].norm() > 0
+    assert all(gradient.norm() > 0 for gradient in first)
+    later = first[len(first) // 2 :]
+    torch.testing.assert_close([2 * gradient for gradient in later], first[: len(later)])
     for other in others:
         torch.testing.assert_close(other, first)
 

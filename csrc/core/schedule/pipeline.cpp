@@ -468,6 +468,12 @@ void Pipeline::end_backward() try {
   fail(error);
 }
 
+void Pipeline::wait_for_reductions() try {
+  reducer_.wait(buckets());
+} catch (const Error& error) {
+  fail(error);
+}
+
 void Pipeline::finish_recording() {
   forward_order_.finish_recording();
   bucket_set_.invalidate_partition();

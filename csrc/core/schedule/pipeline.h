@@ -119,6 +119,9 @@ class Pipeline {
 
   // - Settings, effective from the next use on.
   void apply(int unit, UnitSettings settings);
+  // Makes the compute stream wait for the reductions of earlier backwards.
+  void wait_for_reductions();
+
   // The prefetch depth and is_last_backward may change, between passes.
   PipelineOptions& options() { return options_; }
 

@@ -235,6 +235,7 @@ void register_schedule(RootClass& bound) {
 
 void register_gradients(RootClass& bound) {
   bound.def("reduce_accumulated", as_owner(&TorchRoot::reduce_accumulated))
+      .def("wait_for_reductions", as_owner(&TorchRoot::wait_for_reductions))
       .def("units_with_nonfinite",
            [](TorchRoot& root) {
              const UseOfRoot use(root);

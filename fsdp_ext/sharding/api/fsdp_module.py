@@ -146,7 +146,7 @@ class FSDPModule(TorchFSDPModule):
         by_hand = as_bool("set_manual_backward_finalization", "enabled", enabled)
         root = self._fsdp_ext_own_root("set_manual_backward_finalization")
         changes = by_hand != self._fsdp_ext_unit.settings.finalizes_by_hand
-        if changes and root is not None and root.impl.awaits_finalization():
+        if changes and root is not None and root.has_open_backward():
             raise RuntimeError(
                 "set_manual_backward_finalization changed the mode after a backward has begun. "
                 "Call it before backward, or after finalize_backward()."

@@ -423,6 +423,10 @@ class Root(UnitTree):
             self.impl.leave_if_idle()
             self.impl.set_is_last_backward(self.waits_for_reductions)
 
+    def has_open_backward(self) -> bool:
+        """Return whether reductions of earlier backwards are not waited for."""
+        return self.pending_reduction is not None or self.impl.awaits_finalization()
+
     def leave_reduction_pending(self) -> object:
         """Let a handle wait for the reductions, before the next forward. Return what names them."""
         self.pending_reduction = object()
@@ -440,8 +444,8 @@ class Root(UnitTree):
                 "wait was called on a handle of gradient reductions that reset_iter_state has "
                 "dropped. Run the step again."
             )
-        self.reduce_accumulated(wait=True)
-        self.impl.set_handle_pending(False)
+        self.impl.wait_for_reductions()
+        self.impl.leave_if_idle()
         self.pending_reduction = None
 
     def reset_iteration(self) -> None:
