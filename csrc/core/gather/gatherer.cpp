@@ -34,38 +34,40 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
       streams_(device, lane),
       ledger_(ledger),
       announcer_(announcer),
-      staging_(device) {}
+      staging_(device),
+      read_(device.new_event()) {}
 
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() {
   try {
-    order_after_readers();
+    wait_for_readers();
   } catch (const std::exception&) {
-    // Nothing runs on the device any more.
+    // The device has failed, or a kernel of the user does not end. A destructor cannot say so.
   }
   lane_.drain();
 }
 
 void Gatherer::synchronize() {
-  order_after_readers();
+  wait_for_readers();
   lane_.synchronize();
 }
 
 // Any stream of the user may read a slot, and its memory may belong to yet another one.
-void Gatherer::order_after_readers() {
-  Stream& messages = streams_.messages();
-  const auto follow = [&](const Slot& slot) {
-    messages.wait(*slot.released, kReaders);
-    for_each_reader(slot,
-                    [&](Stream& stream) { streams_.order_after(messages, stream, kReaders); });
+void Gatherer::wait_for_readers() {
+  const auto wait = [this](const Slot& slot) {
+    slot.released->synchronize(device_.timeout(), kReaders);
+    for_each_reader(slot, [this](Stream& stream) {
+      stream.record(*read_);
+      read_->synchronize(device_.timeout(), kReaders);
+    });
   };
   if (ring_ == nullptr) {
     return;
   }
-  ring_->for_each_slot(follow);
+  ring_->for_each_slot(wait);
   for (const auto& bucket : *buckets_) {
     if (bucket->gather.persistent_slot_ != nullptr) {
-      follow(*bucket->gather.persistent_slot_);
+      wait(*bucket->gather.persistent_slot_);
     }
   }
 }

@@ -114,7 +114,7 @@ class Gatherer {
   template <typename Visit>
   void for_each_reader(const Slot& slot, const Visit& visit);
   void follow_readers(Slot& slot, const Bucket& bucket);
-  void order_after_readers();
+  void wait_for_readers();
   void count_if_dropped(Bucket& bucket);
   void release_slot(Slot& slot, Bucket& bucket);
   template <typename Visit>
@@ -152,6 +152,7 @@ class Gatherer {
   std::unique_ptr<BufferRing> ring_;
   HalvedBuffer staging_;  // rank-major
   bool keeps_inputs_ = true;
+  std::unique_ptr<Event> read_;    // recorded and waited for within wait_for_readers
   std::vector<GatherPart> parts_;  // of the message that is sent; kept for its memory
   std::uint64_t iteration_ = 0;
   bool poison_ = false;

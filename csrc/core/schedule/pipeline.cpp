@@ -468,9 +468,7 @@ void Pipeline::end_backward() try {
   fail(error);
 }
 
-void Pipeline::wait_for_reductions() try {
-  reducer_.wait(buckets());
-} catch (const Error& error) {
+void Pipeline::wait_for_reductions() try { reducer_.wait(buckets()); } catch (const Error& error) {
   fail(error);
 }
 

@@ -101,9 +101,11 @@ TEST_P(CudaOffload, TheHostMayChangeShardsAfterTheUserHasUnshardedThem) {
       rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(5));
       for (int i = 0; i < 5; ++i) {
         rank.pipeline->unshard(i);
-        if (waits) {
+        if (waits || r > 0) {
           rank.pipeline->wait_for_unshard(i);
           rank.units[static_cast<std::size_t>(i)]->read_parameters();
+        }
+        if (waits) {
           rank.optimizer_step();
         }
         rank.pipeline->reshard(i);

@@ -55,6 +55,7 @@ void evaluate_late(Rank& rank, bool keeps_slot) {
       [&](int unit) {
         if (unit == 4) {
           be_late();
+          rank.units[0]->read_parameters();
         }
       },
       /*with_gradient=*/false);
