@@ -1,4 +1,4 @@
-# What fsdp_ext uses of csrc/torch/bindings. Tests and benchmarks use more of it.
+# The bindings that fsdp_ext itself uses. Tests and benchmarks use others, too.
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict

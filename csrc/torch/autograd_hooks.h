@@ -75,8 +75,8 @@ std::uint64_t next_node_number();
 void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<TorchUnit>& unit,
                            CallId call, std::uint64_t first_node, GraphCalls* calls);
 
-// Leaves a post-accumulate hook of the user's in place, since PyTorch has room for only one such
-// object. The reduction then finds the gradient in .grad without ours.
+// Does not replace a user's post-accumulate hook: PyTorch has room for one only. The reduction then
+// finds the gradient in .grad.
 void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> unit,
                        std::size_t trainable);
 // Whether the parameter has this hook, which a registration of the user's replaces.

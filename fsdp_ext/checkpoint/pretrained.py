@@ -1,7 +1,7 @@
 """``load_pretrained``: a sharded model from files in the layout of Hugging Face.
 
-Each rank reads its own rows into new memory, and begins while the rest is still being planned. The
-rows are copied into the model at the end, once all ranks have read theirs.
+Each rank reads its own rows into new memory, and plans further reads meanwhile. The rows are copied
+into the model at the end, once all ranks have read theirs.
 """
 
 from __future__ import annotations

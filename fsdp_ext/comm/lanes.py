@@ -94,7 +94,8 @@ def texts_if_different(
     """Return the texts of all ranks, or None if all are equal. All ranks call this together.
 
     Args:
-        all_gather: gets ``what`` and a message, and returns those of all ranks, which are as long.
+        all_gather: takes ``what`` and a message, and returns the messages of all ranks, which have
+            one length.
         what: what is compared, for messages.
         mine: this rank's text.
 
@@ -110,8 +111,8 @@ def texts_if_different(
     texts = [message.rstrip(b"\0").decode().partition("\n") for message in messages]
     if len(names := sorted({name for name, _, _ in texts})) > 1:
         raise RuntimeError(
-            f"ranks do not meet in the same comparison: {' and '.join(names)}. An earlier forward "
-            "has raised on some ranks alone. Call forward on all ranks again."
+            f"ranks are in different comparisons: {' and '.join(names)}. An earlier forward has "
+            "raised on some ranks alone. Call forward on all ranks again."
         )
     return [text for _, _, text in texts]
 

@@ -47,9 +47,13 @@ def call_roll(groups: Mapping[dist.ProcessGroup, torch.device], caller: str) -> 
 
 @contextlib.contextmanager
 def called_by_all(groups: Mapping[dist.ProcessGroup, torch.device], caller: str) -> Iterator[None]:
-    """Run the block once all ranks of ``groups``, with their devices, have made the call.
+    """Run the block once all ranks of ``groups`` have made the call.
 
     A call inside the block of another one does not wait.
+
+    Args:
+        groups: each group, with the device of its collectives.
+        caller: the name of the call.
 
     Raises:
         RuntimeError: if a rank makes another call, has ended, or does not come within the longest

@@ -17,7 +17,7 @@ from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.rendezvous import machine
 from fsdp_ext.sharding.api.arguments import (
     MAKE_MESH,
-    check_is,
+    check_class,
     default_device_type,
     resolve_mesh,
 )
@@ -43,7 +43,7 @@ def resolve_group(
         return resolve_mesh(mesh)  # of the wrapper around this one
     if group is not None and mesh is not None:
         raise ValueError("both process_group and device_mesh were passed. Pass one of them.")
-    check_is("device_mesh", mesh, DeviceMesh, MAKE_MESH)
+    check_class("device_mesh", mesh, DeviceMesh, MAKE_MESH)
     groups = group if isinstance(group, (list, tuple)) else [group]
     if group is not None and not all(isinstance(one, dist.ProcessGroup) for one in groups):
         raise TypeError(

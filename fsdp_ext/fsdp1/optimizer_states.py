@@ -32,9 +32,8 @@ def check_state(state: Any) -> None:
     for key, values in state["state"].items():
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"an object of type {type(values).__name__} was passed for {key!r} in place of an "
-                "optimizer's state of one parameter, which is a dict. Pass what optim_state_dict "
-                "or the optimizer's state_dict() returned."
+                f"the optimizer state of {key!r} is of type {type(values).__name__}. It must be a "
+                "dict. Pass what optim_state_dict or the optimizer's state_dict() returned."
             )
 
 

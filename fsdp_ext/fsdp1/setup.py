@@ -37,7 +37,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.fsdp1.groups import HYBRID
-from fsdp_ext.sharding.api.arguments import check_dtypes, check_is, has_no_forward
+from fsdp_ext.sharding.api.arguments import check_class, check_dtypes, has_no_forward
 from fsdp_ext.sharding.params.flat_parameter import NAME as FLAT
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.params.ownership import is_sharded, keeps_own_rows
@@ -80,15 +80,15 @@ def check_arguments(
 ) -> None:
     """Check the arguments that name no module and no ranks."""
     advice = "Pass ShardingStrategy.FULL_SHARD."
-    check_is("sharding_strategy", strategy, ShardingStrategy, advice)
-    check_is("cpu_offload", cpu_offload, CPUOffload, "Pass CPUOffload(offload_params=True).")
+    check_class("sharding_strategy", strategy, ShardingStrategy, advice)
+    check_class("cpu_offload", cpu_offload, CPUOffload, "Pass CPUOffload(offload_params=True).")
     if not (param_init_fn is None or callable(param_init_fn)):
         raise ValueError(
             f"param_init_fn is {param_init_fn!r}, but has to be callable. Pass a function of a "
             "module, or None."
         )
     advice = "Pass MixedPrecision(param_dtype=...)."
-    check_is("mixed_precision", precision, MixedPrecision, advice)
+    check_class("mixed_precision", precision, MixedPrecision, advice)
     check_dtypes("mixed_precision", precision, cast="buffer_dtype")
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         as_bool("mixed_precision", name, getattr(precision, name))
@@ -100,7 +100,7 @@ def check_arguments(
             "Unset it, or leave out param_dtype and train under torch.autocast."
         )
     advice = "Pass BackwardPrefetch.BACKWARD_PRE."
-    check_is("backward_prefetch", backward_prefetch, BackwardPrefetch, advice)
+    check_class("backward_prefetch", backward_prefetch, BackwardPrefetch, advice)
 
 
 def check_communication_hook(is_root: bool, wrappers: Iterable[Any], hook: object) -> None:

@@ -264,7 +264,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     ) -> None:
         """Make the unit of ``module``. Its parameters get what users gave to ``originals``.
 
-        The dict is empty then.
+        Empties the dict, so that no original stays alive.
         """
         precision = self.mixed_precision
         mesh = resolve_mesh(mesh)
@@ -304,7 +304,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
     _is_root: bool
     _use_orig_params: bool
-    _has_referenced_originals = False  # so that optimizers may have them
+    # Whether anything, maybe an optimizer, still refers to original parameters.
+    _has_referenced_originals = False
 
     @property
     def module(self) -> nn.Module:
@@ -516,7 +517,10 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
 
 
 def _let_optimizers_go_on(wrappers: list[FullyShardedDataParallel]) -> None:
-    """Give optimizers the sharded parameters. Nothing is searched if they cannot have others."""
+    """Give optimizers the sharded parameters.
+
+    Searches for them only if one may have original parameters.
+    """
     if any(wrapper._has_referenced_originals for wrapper in wrappers):
         let_optimizers_go_on()
     for wrapper in wrappers:
@@ -528,7 +532,8 @@ def _carry_over_to_shards(
 ) -> list[weakref.ref[nn.Parameter]]:
     """Pass attributes and optimizers of the original parameters on to the sharded ones.
 
-    Returns the parameters that were replaced.
+    Returns:
+        weak references to the replaced parameters.
     """
     replaced = []
     for (module, name), param in originals.items():

@@ -526,19 +526,20 @@ def _units_cannot_be_built() -> None:
             assert model.weight.grad is not None
 
 
-def _ranks_do_not_meet() -> None:
+def _in_different_comparisons() -> None:
     for transport in TRANSPORTS:
         model: Any = fully_shard(nn.Linear(4, 4), transport=transport)
         if dist.get_rank() == 1:  # after it has compared groups
             with mock.patch.object(Root, "_resolve", side_effect=OSError), raises(OSError):
                 model(torch.ones(1, 4))
-        with raises(RuntimeError, "of check_every.* and .*ranks' groups", "Call forward on all"):
+        different = "in different comparisons: .*of check_every.* and .*ranks' groups"
+        with raises(RuntimeError, different, "Call forward on all"):
             model(torch.ones(1, 4))
         model(torch.ones(1, 4)).sum().backward()
 
 
-def test_ranks_of_which_one_has_raised_alone_are_told_and_can_try_again() -> None:
-    run_ranks(_ranks_do_not_meet, 2)
+def test_ranks_in_different_comparisons_are_told_and_can_try_again() -> None:
+    run_ranks(_in_different_comparisons, 2)
 
 
 def test_all_ranks_raise_if_one_cannot_build_its_units_and_can_try_again() -> None:

@@ -134,7 +134,7 @@ def of_optimizer_states() -> list[Row]:
         lambda model, v: fsdp.rekey_optim_state_dict(v, ids, model),
     ):
         rows += each_of(TypeError, "in place of an optimizer's state", no_states, call)
-        rows += each_of(TypeError, "NoneType was passed for 0", ({"state": {0: None}},), call)
+        rows += each_of(TypeError, "state of 0 is of type NoneType", ({"state": {0: None}},), call)
     for call in (
         lambda model, v: fsdp.optim_state_dict_to_load(model, v, own(model).state_dict()),
         lambda model, v: fsdp.flatten_sharded_optim_state_dict(own(model).state_dict(), model, v),

@@ -1,4 +1,4 @@
-"""Parameters are freed when they should be, and raise if somebody has kept and reads them."""
+"""Parameters are freed in time, and reading a freed one raises."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def layout_of(params: list[Param], *args: object, is_uniform: bool = False) -> _
 
 @given(units())
 @settings(max_examples=300, deadline=None)
-def test_chunks_have_the_rows_of_those_that_torch_chunk_makes(
+def test_chunks_are_as_large_as_those_of_torch_chunk(
     unit: tuple[list[Param], int, torch.dtype, torch.dtype],
 ) -> None:
     params, world_size, *dtypes = unit

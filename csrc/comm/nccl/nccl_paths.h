@@ -18,13 +18,14 @@
 //
 // Note [copy engines]
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
-// kernel runs. docs/design/cuda.md says which buffers NCCL needs in windows for that. Only on the
-// gather lane can no collective be one of a symmetric kernel: sums are on the other lane.
+// kernel runs. docs/design/cuda.md says which buffers NCCL needs in windows for that. Before 2.30.7
+// only the gather lane has such windows. Its collectives never become symmetric kernels, because
+// sums are on the other lane.
 //
 // Note [groups in registered buffers]
-// With the policy "efficiency", all collectives of a group use a ring if their sum passes the end
-// of a registered buffer (docs/design/cuda.md). So groups end where it would pass the end of a
-// member's buffer, whichever member NCCL looks at.
+// With the policy "efficiency", all collectives of a group use a ring if the sum of their sizes
+// passes the end of a registered buffer (docs/design/cuda.md). So groups end where it would pass
+// the end of a member's buffer, whichever member NCCL looks at.
 //
 // Note [private memory]
 // Private memory can be accessed by its own GPU alone, and has the properties of memory from

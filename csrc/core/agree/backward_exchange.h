@@ -62,7 +62,7 @@ class BackwardExchange {
     }
     return all;
   }
-  // The place of this rank's message.
+  // The index of this rank's message in the results.
   std::size_t rank() const;
 
  private:

@@ -183,7 +183,7 @@ void Gatherer::reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets)
   }
 }
 
-// Work from before a capture is done when the capture begins.
+// A capture begins after all earlier work has ended, so it waits for captured streams only.
 template <typename Visit>
 void Gatherer::for_each_reader(const Slot& slot, const Visit& visit) {
   const bool is_capturing = device_.is_capturing();
@@ -195,7 +195,7 @@ void Gatherer::for_each_reader(const Slot& slot, const Visit& visit) {
   }
 }
 
-// The streams wait for all pieces, because each of them may come to any unit of the bucket later.
+// All readers wait for the last piece, because each stream may use any unit of the bucket later.
 void Gatherer::note_read(Unit& unit) {
   Slot* const slot = unit.gather.slot_;
   if (slot == nullptr || !note_stream(slot->read_on, device_.compute_stream()) ||

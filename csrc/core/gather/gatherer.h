@@ -70,7 +70,7 @@ class Gatherer {
   // was a gather to wait for.
   bool attach(Unit& unit);
   // Notes that the current compute stream reads the unit's parameters: Note [slot lifetime]. If
-  // others read the slot, too, all of them wait for the whole gather.
+  // other streams read the slot, too, all of them wait for the whole gather.
   void note_read(Unit& unit);
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);

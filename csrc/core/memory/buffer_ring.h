@@ -76,7 +76,7 @@ class BufferRing {
   // The parameters have changed, so the contents of released slots are out of date.
   void invalidate_contents();
 
-  // With overflow slots.
+  // Visits overflow slots, too.
   template <typename Visit>
   void for_each_slot(const Visit& visit) const {
     for (const auto* slots : {&slots_, &overflow_}) {

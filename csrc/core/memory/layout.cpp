@@ -257,9 +257,9 @@ std::int64_t UnitLayout::first_gradient(const LayoutPart& part) const {
 
 // - Plans
 
-// An entry of the finish plan includes the padding behind its chunk. It is zero in the source,
-// unless a hook has written there. This resets what users have written to the gradient's padding,
-// which norms count.
+// Entries of the finish plan include the padding behind each chunk. Copying it clears what users
+// wrote into the gradient's padding, which norms count. The source's padding is zero unless a hook
+// wrote there.
 ReducePlan UnitLayout::reduce_plan(const LayoutPart& part) const {
   FSDP_CHECK(!part.is_of_rows() || params_[part.first].runs == 1, "Parameter '",
              params_[part.first].name,
@@ -359,8 +359,8 @@ GatherPlan UnitLayout::gather_plan_of_rows(const LayoutPart& part) const {
   return plan;
 }
 
-// A region has the chunks of all ranks one after another. So the chunks of world_size / ranks ranks
-// together are one larger chunk. Runs do not matter, since a region is kept as it is.
+// A region holds the chunks of all ranks in order, so the chunks of world_size / ranks neighbours
+// form one larger chunk. Regions are kept as they are, so runs do not matter.
 UnitLayout UnitLayout::regrouped(int ranks) const {
   FSDP_CHECK(ranks >= 1 && world_size_ % ranks == 0, "Parameters of ", world_size_,
              " ranks cannot be shared by groups of ", ranks, ". Use a divisor.");

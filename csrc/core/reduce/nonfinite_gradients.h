@@ -27,8 +27,8 @@ class NonfiniteGradients {
   explicit NonfiniteGradients(Device& device) : device_(device) {}
 
   // Makes the marks of each bucket's units one array, into which each unit has a pointer.
-  // Units keep the values of their marks: the compute stream copies them from the memory that this
-  // returns.
+  // Units keep the values of their marks. Returns the old marks, from which the compute stream
+  // copies. Free them after the copies.
   [[nodiscard]] std::shared_ptr<void> place(const std::vector<std::unique_ptr<Bucket>>& buckets);
 
   // For each of `units` units, by number, whether this rank's own gradients in the unit's last

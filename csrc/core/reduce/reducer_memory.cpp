@@ -52,7 +52,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   place_gradients(buckets);
   const std::shared_ptr<void> marks = nonfinite_.place(buckets);
   // Forming buckets and planning memory copy shards, gradients and marks on this stream. The old
-  // memory may belong to another one, which could use it again at once.
+  // memory may belong to another stream, which could reuse it at once.
   device_.compute_stream().synchronize();
 }
 

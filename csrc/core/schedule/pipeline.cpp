@@ -65,8 +65,8 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   fail(error);
 }
 
-// A captured graph has to contain all gathers of its step. Its replays write slots and shards,
-// which no version tells, so later forwards gather all units anew, too.
+// A captured graph has to contain all gathers of its step. Its replays write slots and shards
+// without a new version, so later forwards gather all units anew.
 void Pipeline::reshard_for_capture() {
   for (const auto& unit : units_) {
     if (!unit->is_summoned) {

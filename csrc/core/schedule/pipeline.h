@@ -112,8 +112,8 @@ class Pipeline {
   // Issues the gather. `expected`: backward may come through the output of this call, although the
   // output has no hook.
   void unshard(int unit, CallId expected = kNoCall);
-  // Makes the compute stream wait, and attaches. If the unit has run since unshard(), the stream
-  // waits unless it has waited before. Does nothing if the unit was resharded.
+  // Makes the compute stream wait, and attaches. If the unit has run since unshard(), a stream
+  // that has not waited yet waits, too. Does nothing if the unit was resharded.
   void wait_for_unshard(int unit);
   void reshard(int unit);
 

@@ -130,8 +130,8 @@ def check_device_type(device_type: str) -> None:
         )
 
 
-def check_is(argument: str, value: object, kind: type[Any], advice: str) -> None:
-    """Raise TypeError, with advice, unless an argument is of a class or None."""
+def check_class(argument: str, value: object, kind: type[Any], advice: str) -> None:
+    """Raise TypeError unless an argument is None or an instance of ``kind``."""
     if not (value is None or isinstance(value, kind)):
         name = f"an {kind.__name__}" if kind.__name__[0] in "AEIOU" else f"a {kind.__name__}"
         raise TypeError(f"{argument} is {value!r} but must be {name} or None. {advice}")
@@ -139,7 +139,7 @@ def check_is(argument: str, value: object, kind: type[Any], advice: str) -> None
 
 def check_types(mesh: object, mp_policy: object, shard_placement_fn: object) -> None:
     """Raise TypeError for arguments of ``fully_shard`` of a wrong type."""
-    check_is("mesh", mesh, DeviceMesh, MAKE_MESH)
+    check_class("mesh", mesh, DeviceMesh, MAKE_MESH)
     check_policy(mp_policy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
@@ -219,7 +219,7 @@ def check_dtypes(argument: str, policy: object, *, cast: str) -> None:
 
 def resolve_offload(policy: object, device_type: str) -> bool:
     """Return whether the shards of GPUs are on the host. The shards of CPUs are there anyway."""
-    check_is("offload_policy", policy, OffloadPolicy, "Pass OffloadPolicy(), the default.")
+    check_class("offload_policy", policy, OffloadPolicy, "Pass OffloadPolicy(), the default.")
     if not isinstance(policy, CPUOffloadPolicy):
         return False
     as_bool("offload_policy", "pin_memory", policy.pin_memory)

@@ -26,7 +26,7 @@ from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import torch_state
 from fsdp_ext.sharding.torch_compat.conversions import applied, reshard_and_forget
 
-# As FSDP2's since torch 2.15, which also has the handle.
+# FSDP2's reset_iter_state clears .grad since torch 2.15, the first version with this handle.
 _RESET_CLEARS_GRADIENTS = hasattr(torch_fsdp, "GradientReductionHandle")
 
 
@@ -173,8 +173,8 @@ class FSDPModule(TorchFSDPModule):
             return GradientReductionHandle(None) if async_op else None
         if root.pending_reduction is not None:
             raise RuntimeError(
-                "finalize_backward was called before the wait for the last gradient reduction. "
-                "Call wait() of the handle that it has returned."
+                "finalize_backward was called while a handle of an earlier call is pending. Call "
+                "wait() of that handle first."
             )
         if not self._fsdp_ext_unit.settings.finalizes_by_hand:
             raise RuntimeError(
@@ -388,8 +388,8 @@ class FSDPModule(TorchFSDPModule):
         """Set whether backward gathers this unit's parameters. Not recursive.
 
         Args:
-            unshard_in_backward: pass False if backward does not read them. That of an embedding
-                does not. If it does, it raises. Gradients do not depend on this setting.
+            unshard_in_backward: pass False if backward does not read them, as for an embedding. If
+                backward reads them, it raises. Gradients do not depend on this setting.
         """
         needed = as_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         change(self._fsdp_ext_units(recurse=False), unshard_in_backward=needed)

@@ -179,7 +179,7 @@ class ShardedParam:
         return self.requires_grad or self.awaits_reduction or self.toggles
 
     def note_freezing(self) -> None:
-        """Follow what the user froze and unfroze. Call it when a C++ unit is made."""
+        """Note whether the user froze or unfroze it. Call it when a C++ unit is made."""
         self.toggles = self.toggles or (self.was_frozen and self.requires_grad)
         self.was_frozen = not self.is_trained
 

@@ -38,7 +38,7 @@ def is_flat(param: torch.Tensor) -> bool:
 
 
 def registered(module: nn.Module, name: str) -> Any:
-    """Return the parameter that ``module`` has as ``name``, shown or not; None if it has none."""
+    """Return the parameter ``name`` of ``module``, even while the flat one is shown, or None."""
     parameters = module._parameters
     return parameters[name] if name in parameters else module.__dict__.get(name)
 

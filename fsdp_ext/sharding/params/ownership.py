@@ -182,15 +182,16 @@ def _check_on_spmd_mesh(name: str, param: nn.Parameter, spmd: SpmdMesh) -> None:
 
 
 def own_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
-    """Return the dtype that the user wants for gradients of ``param``; None if that is its own."""
+    """Return the user's dtype for gradients of ``param``; None if it is the parameter's own."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # since torch 2.9
     return dtype if param.requires_grad and dtype != param.dtype else None
 
 
 def asked_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
-    """Return the dtype of gradients that conversions of ``param`` keep; None if they follow it.
+    """Return the gradients' dtype that conversions of ``param`` keep.
 
-    Since torch 2.15 that is any dtype that the user has set, even the parameter's own.
+    None if it follows the parameter's. Since torch 2.15 conversions keep any dtype that the user
+    has set, even the parameter's own.
     """
     if getattr(param, "_has_grad_dtype_override", False):
         dtype: torch.dtype | None = param.grad_dtype

@@ -19,7 +19,8 @@ from fsdp_ext.sharding.params.settings import UnitSettings
 
 # Before torch 2.15, reduce_dtype=None means param_dtype. Since then it means the parameters' own
 # dtype ("versionchanged" in MixedPrecisionPolicy's docstring). The policy is PyTorch's own class,
-# so it means what the installed PyTorch says. It has param_dtype_override_fn since 2.15, too.
+# so it means what the installed PyTorch says. Its field param_dtype_override_fn came in 2.15, too,
+# and tells pre-releases apart.
 _REDUCES_AS_COMPUTED = not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 
 # Parameters at least this large are gathered directly: Note [gather plans] in

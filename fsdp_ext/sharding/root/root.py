@@ -63,7 +63,7 @@ class Root(UnitTree):
         super().__init__(module)
         self.is_provisional = is_provisional
         self._needs_order_check = True  # of the first iteration's collectives
-        # Identifies the reductions that a handle of finalize_backward is to wait for.
+        # Identifies the reductions that a handle waits for; None without a pending handle.
         self.pending_reduction: object = None
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
@@ -428,7 +428,7 @@ class Root(UnitTree):
         return self.pending_reduction is not None or self.impl.awaits_finalization()
 
     def leave_reduction_pending(self) -> object:
-        """Let a handle wait for the reductions, before the next forward. Return what names them."""
+        """Let a handle wait for the reductions later. Return a token that identifies them."""
         self.pending_reduction = object()
         self.impl.set_handle_pending(True)
         return self.pending_reduction

@@ -121,7 +121,8 @@ class Unit(ParamGroup):
         # The Root that runs this unit, from the first forward on. root.py imports this file, so the
         # type cannot be named here.
         self.root: Any = None
-        self.comm_context: object = None  # _comm_ctx of the views for PyTorch's code; made there
+        # The _comm_ctx that views show to PyTorch's code; they make it.
+        self.comm_context: object = None
         self.impl: _C.TorchUnit | None = None
         # Whether the modules have whole parameters, by FSDP1's summon_full_params or apply.
         self.is_summoned = False
@@ -177,7 +178,8 @@ class Unit(ParamGroup):
         keep the user's function, which may refer to the model.
         """
         kept = self._core_hooks.get(kind)
-        if kept is None or kept[0]() != run:  # equal methods have the same object
+        # Methods are equal only if they belong to the same object.
+        if kept is None or kept[0]() != run:
             method = weakref.WeakMethod(run)
             kept = self._core_hooks[kind] = (method, _C.UserCollective(method, self.device))
         return kept[1]

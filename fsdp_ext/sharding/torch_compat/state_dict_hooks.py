@@ -108,7 +108,7 @@ def converting(unit: Unit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping_gradients(unit: Unit) -> Iterator[None]:
-    """Keep dtypes of gradients that the user has set, and such gradients, in conversions."""
+    """Keep each grad_dtype that users set, and those parameters' gradients, during a conversion."""
     kept = []
     for param in unit.params:
         dtype, gradient = asked_grad_dtype(param.sharded), param.sharded.grad
@@ -117,7 +117,7 @@ def _keeping_gradients(unit: Unit) -> Iterator[None]:
         if is_unreduced(param.sharded):
             gradient = None
         elif gradient is not None:
-            param.sharded.grad = None  # Module._apply would convert it as the parameter
+            param.sharded.grad = None  # Module._apply would convert it like the parameter
         kept.append((param, dtype, gradient))
     try:
         yield

@@ -47,9 +47,9 @@ class _View:
 
     @property
     def _comm_ctx(self) -> object:
-        """The root's groups and transport. Equal ones have the same streams.
+        """The root's groups and transport. Roots with equal values share streams.
 
-        Pipelining compares identities, to find stages that the user lets share one.
+        Pipelining compares identities, to find stages that share_comm_ctx was called for.
         """
         root = self._unit.root
         unit: Unit = self._unit if root is None else root.units[0]

@@ -39,7 +39,7 @@ inline thread_local cudaStream_t compute_stream = nullptr;
 
 inline void* current_stream(int /*device*/) { return compute_stream; }
 
-// The work that writes new memory of this thread takes that much longer.
+// How much longer the work takes that writes this thread's new memory.
 inline thread_local std::chrono::milliseconds allocation_delay{0};
 
 // Work that is queued on the compute stream may still write new memory, and freed memory belongs to
