@@ -195,6 +195,34 @@ def test_gradients_stay_in_low_precision_as_under_fsdp1(
     run_ranks(low_precision_gradients, 2, reduce_dtype, backwards)
 
 
+def moves_low_precision_gradients() -> None:
+    results = []
+    for make_wrapper in (FSDP, torch_fsdp):
+        model: Any = make_wrapper(
+            make(Stack),
+            auto_wrap_policy=BY_BLOCK,
+            mixed_precision=MixedPrecision(BF16, keep_low_precision_grads=True),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            run(model, model, step).backward()
+            model.to(device())
+            dtypes = {(p.dtype, p.grad.dtype) for p in model.parameters() if p.grad is not None}
+            assert dtypes == {(torch.float32, BF16)}
+            if step > 0:  # the first gradients are added to
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(model.state_dict())
+        run(model, model, 0).backward()
+        model.half()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.half}
+    assert_equal(*results)
+
+
+def test_gradients_in_low_precision_survive_moves_as_under_fsdp1() -> None:
+    run_ranks(moves_low_precision_gradients, 2)
+
+
 def optimizer_before(warm_up: bool) -> None:
     """With ``warm_up``, the optimizer has states of the whole parameters already."""
     results = []

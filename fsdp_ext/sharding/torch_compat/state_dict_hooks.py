@@ -108,23 +108,27 @@ def converting(unit: Unit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping_gradients(unit: Unit) -> Iterator[None]:
-    """Keep each grad_dtype that users set, and those parameters' gradients, during a conversion."""
+    """Keep each grad_dtype that users set, and those parameters' gradients, during a conversion.
+
+    ``Module._apply`` cannot attach gradients of other dtypes than the parameter's, such as those
+    of FSDP1's ``keep_low_precision_grads``.
+    """
     kept = []
     for param in unit.params:
-        dtype, gradient = asked_grad_dtype(param.sharded), param.sharded.grad
-        if dtype is None:
+        sharded, dtype = param.sharded, asked_grad_dtype(param.sharded)
+        gradient = None if is_unreduced(sharded) else sharded.grad
+        if dtype is None and (gradient is None or gradient.dtype == sharded.dtype):
             continue
-        if is_unreduced(param.sharded):
-            gradient = None
-        elif gradient is not None:
-            param.sharded.grad = None  # Module._apply would convert it like the parameter
-        kept.append((param, dtype, gradient))
+        if gradient is not None:
+            sharded.grad = None  # Module._apply would convert it like the parameter
+        kept.append((param, sharded.dtype, dtype, gradient))
     try:
         yield
     finally:
-        for param, dtype, gradient in kept:
+        for param, before, dtype, gradient in kept:
             now = param.registered()
             if isinstance(now, DTensor):
                 now.grad_dtype = dtype
                 if gradient is not None:
-                    now.grad = gradient.to(now.device)
+                    is_kept = dtype is not None or now.dtype == before
+                    now.grad = gradient.to(now.device, gradient.dtype if is_kept else now.dtype)
