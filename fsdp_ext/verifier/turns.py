@@ -149,6 +149,10 @@ class TurnsGroup(_ProcessGroup):  # type: ignore[misc]
         output.copy_(rank_order_sum(parts).view(output.shape))
         return _done(output)
 
+    # dist calls these since torch 2.15.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         """Replace each tensor with its sum over all ranks."""
         for tensor in tensors:
