@@ -1,7 +1,7 @@
 """The peak memory of PyTorch's FSDP2 for planned units, to compare with that of fsdp_ext.
 
 ``fsdp2_peak`` walks through one training step and adds up the tensors that FSDP2 then holds. The
-rules are those of ``torch/distributed/fsdp/_fully_shard`` in torch 2.11 and 2.13. Each rule below
+rules are those of ``torch/distributed/fsdp/_fully_shard`` in torch 2.11 to 2.15. Each rule below
 names the function that it follows. FSDP2 frees tensors when the host has issued what uses them, so
 the sum is what torch's allocator counts as allocated, not as reserved.
 """
@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
+import torch
 from torch import nn
 
 from fsdp_ext.planner.units import Moment, PlannedParam, PlannedRoot, PlannedUnit
+
+_FREES_BEFORE_COPIES = torch.__version__ >= "2.15"
 
 
 def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
@@ -158,14 +161,17 @@ class _Step:
     def _wait_for_unshard(self, unit: PlannedUnit, *, in_forward: bool) -> None:
         """``FSDPParamGroup.wait_for_unshard``: the output is copied into parameters.
 
-        In forward, the output is kept until the next unit's copies are issued, at the end of this
-        function (``prev_all_gather_state``).
+        In forward, the output is kept until this function is called for the next unit. Before
+        torch 2.15, a local variable keeps it until the end of that call.
         """
         if not self._has("all-gather output", unit):
             return
+        freed = self._gathered if in_forward else unit
+        if in_forward and _FREES_BEFORE_COPIES:
+            self._free("all-gather output", freed)
         self.hold("unsharded", unit, _unit_bytes(unit))
         self._free("kept for backward", unit)
-        self._free("all-gather output", self._gathered if in_forward else unit)
+        self._free("all-gather output", freed)
         self._gathered = unit if in_forward else None
 
     def _reshard_after_forward(self, unit: PlannedUnit) -> None:
