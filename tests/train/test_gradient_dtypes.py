@@ -72,6 +72,10 @@ def compare(options: dict[str, Any], policy: MixedPrecisionPolicy) -> None:
         for unit in mine._fsdp_ext_units(recurse=True):
             numel = sum(param.shape.numel() for param in unit.params)
             assert unit.reduction_bytes() == numel * FP32.itemsize
+        halves = nn.Linear(WIDTH, WIDTH, dtype=BF16)
+        halves.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float16))
+        unit = fully_shard(halves)._fsdp_ext_unit
+        assert unit.reduction_bytes() == (WIDTH + 1) * WIDTH * FP32.itemsize
         return
     apart = shard(fully_shard, apart=True, mp_policy=policy, **options)
     got = train(mine, unsharded=False)

@@ -162,7 +162,12 @@ class ParamGroup:
         It may be called before the dtypes of gradients are checked.
         """
         numel = sum(param.shape.numel() for param in self.params if param.is_trained)
-        return numel * max(dtype.itemsize for dtype in self._dtypes_to_reduce())
+        dtypes = self._dtypes_to_reduce()
+        try:
+            itemsize = functools.reduce(torch.promote_types, dtypes).itemsize
+        except RuntimeError:  # float8 beside another dtype
+            itemsize = max(dtype.itemsize for dtype in dtypes)
+        return numel * itemsize
 
     def check_message_bytes(
         self, params: Sequence[Param], gather: int | None, reduction: int | None = None
