@@ -78,6 +78,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void reset_iteration();
   // Whether a backward has run since the last wait for reductions or finalize_backward.
   bool awaits_finalization() const { return awaits_finalization_; }
+  void set_awaits_finalization(bool value) { awaits_finalization_ = value; }
   // Forward raises while a handle of finalize_backward is pending.
   void set_handle_pending(bool value) { is_handle_pending_ = value; }
   // Cleans up if a forward or backward has failed: Pipeline::reset. Warns if gradients of earlier

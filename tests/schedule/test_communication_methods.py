@@ -284,6 +284,9 @@ def _misused_finalization() -> None:
             model(x)
 
         model = sharded(fully_shard)
+        model.unshard()
+        model.reshard()
+        assert model.finalize_backward() is None
         model(x).sum().backward()
         for call in (
             lambda layer: layer.set_manual_backward_finalization(False),
@@ -329,6 +332,20 @@ def _misused_finalization() -> None:
             with pytest.raises(RuntimeError, match=r"wait was called on a handle|invalidated"):
                 handle.wait()
         model.set_manual_backward_finalization(False)
+        model(x).sum().backward()
+
+        model = sharded(fully_shard)
+        model(x).sum().backward()
+        model.double()
+        model.unshard()
+        model.reshard()
+        with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization.* change.* mode"):
+            model.set_manual_backward_finalization(False)
+        handle = model.finalize_backward(async_op=True)
+        model.float()
+        with pytest.raises(RuntimeError, match="wait"):
+            model(x)
+        handle.wait()
         model(x).sum().backward()
     first, *others = found.values()
     assert all(gradient.norm() > 0 for gradient in first)

@@ -204,6 +204,7 @@ void register_lifecycle(RootClass& bound) {
       .def("reset_iteration", as_owner(&TorchRoot::reset_iteration))
       .def("recover", as_owner(&TorchRoot::recover))
       .def("awaits_finalization", &TorchRoot::awaits_finalization)
+      .def("set_awaits_finalization", &TorchRoot::set_awaits_finalization)
       .def("set_handle_pending", &TorchRoot::set_handle_pending)
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)

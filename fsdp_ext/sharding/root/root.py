@@ -229,6 +229,8 @@ class Root(UnitTree):
                 replaced.retire()  # a graph may own it, and must not run backward through it
             else:
                 self._unreduced = []  # the old impl keeps them
+        self.impl.set_awaits_finalization(replaced.awaits_finalization())
+        self.impl.set_handle_pending(self.pending_reduction is not None)
         self._put_unreduced()
 
     def _put_unreduced(self) -> None:
