@@ -394,6 +394,7 @@ class TorchRoot:
         has_peers: bool,
         check_order: bool,
         keeps_gather_inputs: bool,
+        mesh_ranks: Sequence[int],
         when_stale: Callable[[], Callable[..., Any] | None],
         checks: StepChecks | None,
     ) -> None: ...

@@ -57,7 +57,7 @@ TorchRoot::TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replic
                      std::shared_ptr<StepChecks> checks)
     : lanes_(std::move(lanes)),
       replicas_(std::move(replicas)),
-      pipeline_(std::make_unique<Pipeline>(*lanes_, options, replicas_.get())),
+      pipeline_(std::make_unique<Pipeline>(*lanes_, std::move(options), replicas_.get())),
       passes_(pipeline_->passes()),
       when_stale_(std::move(when_stale)),
       checks_(std::move(checks)) {

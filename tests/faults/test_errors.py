@@ -334,15 +334,16 @@ class TwoUnits(nn.Module):
         return self.first(x) + self.second(x)
 
 
-def _shard_two(model: TwoUnits) -> TwoUnits:
-    fully_shard(model.first)
-    fully_shard(model.second)
-    fully_shard(model, bucket_bytes=0)
+def _shard_two(model: TwoUnits, **options: Any) -> TwoUnits:
+    fully_shard(model.first, **options)
+    fully_shard(model.second, **options)
+    fully_shard(model, bucket_bytes=0, **options)
     return model
 
 
 def _other_order() -> None:
-    _shard_two(TwoUnits(reverse=dist.get_rank() == 1))(torch.ones(2, 4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    _shard_two(TwoUnits(reverse=dist.get_rank() == 3), mesh=mesh)(torch.ones(2, 4))
 
 
 class Weights(nn.Module):
@@ -372,11 +373,11 @@ def test_ranks_whose_messages_have_other_sizes_are_told() -> None:
 
 def test_ranks_that_run_units_in_another_order_say_which_rank_and_unit() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_other_order, 2, fresh=True)
+        run_ranks(_other_order, 4, fresh=True)
     # The message of either rank says what both do.
     message = str(caught.value)
-    assert "rank 0 issues the all-gather of unit 'first'" in message
-    assert "rank 1 issues the all-gather of unit 'second'" in message
+    assert "rank 2 issues the all-gather of unit 'first'" in message
+    assert "rank 3 issues the all-gather of unit 'second'" in message
     assert "the same on every rank" in message
 
 

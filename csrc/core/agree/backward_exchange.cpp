@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/record/flight_recorder.h"
 
@@ -19,10 +20,12 @@ void set_bit(char* bits, std::size_t i) {
 
 }  // namespace
 
-BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers)
+BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers,
+                                   std::vector<int> mesh_ranks)
     : lanes_(lanes),
       replicas_(replicas),
       has_peers_(has_peers && size() > 1),
+      mesh_ranks_(std::move(mesh_ranks)),
       group_received_(lanes.device->new_event()),
       received_(lanes.device->new_event()) {}
 
@@ -45,6 +48,10 @@ std::size_t BackwardExchange::rank() const {
   const int replica = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
   const Communicator& communicator = lanes_.gather.communicator();
   return static_cast<std::size_t>(replica * communicator.size() + communicator.rank());
+}
+
+int BackwardExchange::global_rank(std::size_t place) const {
+  return mesh_ranks_.empty() ? static_cast<int>(place) : mesh_ranks_.at(place);
 }
 
 void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_group,
@@ -198,8 +205,8 @@ void BackwardExchange::throw_difference(const char* lane, const CollectiveHistor
   const auto all = of_all(kHistories, mine.records());
   const std::size_t shown = rank() == one ? one : another;  // this rank, if it is one of the two
   const std::size_t other = rank() == one ? another : one;
-  throw RanksDiffer(describe_difference(lane, static_cast<int>(shown), all[shown],
-                                        static_cast<int>(other), all[other]));
+  throw RanksDiffer(
+      describe_difference(lane, global_rank(shown), all[shown], global_rank(other), all[other]));
 }
 
 void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {

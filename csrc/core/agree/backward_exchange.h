@@ -30,7 +30,9 @@ class BackwardExchange {
   // Without peers (simulated ranks) nothing is sent. `replicas` may be null: Note [replicas] in
   // core/reduce/reducer.h. The ranks of a shard group exchange their messages first. Then each
   // rank exchanges its group's messages with its replicas, so every rank has those of all ranks.
-  BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers);
+  // `mesh_ranks` has the global rank of each message's sender, for errors. If it is empty, ranks
+  // are numbered by the places of their messages.
+  BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers, std::vector<int> mesh_ranks = {});
   // Work in flight still uses the buffers that are freed now.
   ~BackwardExchange();
 
@@ -64,6 +66,8 @@ class BackwardExchange {
   }
   // The index of this rank's message in the results.
   std::size_t rank() const;
+  // The global rank that sent the message in a place.
+  int global_rank(std::size_t place) const;
 
  private:
   struct Hashes {
@@ -96,6 +100,7 @@ class BackwardExchange {
   Lanes& lanes_;
   Lanes* replicas_;
   bool has_peers_;
+  std::vector<int> mesh_ranks_;
   std::unique_ptr<Event> group_received_;
   std::unique_ptr<Event> received_;
   std::set<std::string> labels_;  // of messages: communicators refer to them

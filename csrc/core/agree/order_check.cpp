@@ -108,8 +108,9 @@ void OrderCheck::compare(const Bucket& bucket) {
     const Announcement& expected = is_elsewhere ? all[like] : mine;
     if (!theirs.is_in_step_with(expected) || !theirs.has_unit_of(expected)) {
       throw RanksDiffer(detail::concat(
-          "As all-gather ", mine.sequence, " of the first iteration, rank ", like, " issues ",
-          expected.describe(), " but rank ", rank, " issues ", theirs.describe(),
+          "As all-gather ", mine.sequence, " of the first iteration, rank ",
+          exchange_.global_rank(like), " issues ", expected.describe(), " but rank ",
+          exchange_.global_rank(rank), " issues ", theirs.describe(),
           ". All ranks must run the same units, in the same order and of the same sizes. Make "
           "the model and its control flow the same on every rank."));
     }
@@ -130,6 +131,8 @@ void OrderCheck::compare(const Partition& partition,
 std::string OrderCheck::describe_difference(const Order& my_order, const Order& theirs,
                                             std::size_t rank,
                                             const std::vector<std::unique_ptr<Unit>>& units) const {
+  const int my_rank = exchange_.global_rank(exchange_.rank());
+  const int their_rank = exchange_.global_rank(rank);
   const auto name = [&units](const Order::Entry& entry) -> std::string {
     if (entry.unit == Order::kNextBucket || entry.unit == Order::kNone) {
       return entry.unit == Order::kNone ? "no more" : "another bucket";
@@ -141,8 +144,8 @@ std::string OrderCheck::describe_difference(const Order& my_order, const Order& 
   const auto [mine, other] =
       std::mismatch(static_cast<const Order::Entry*>(my_order.entries), end, theirs.entries);
   if (mine != end && mine->unit == other->unit) {
-    return detail::concat("All ranks must train as many parameters, but rank ", exchange_.rank(),
-                          " trains ", mine->trained, " of unit ", name(*mine), " and rank ", rank,
+    return detail::concat("All ranks must train as many parameters, but rank ", my_rank, " trains ",
+                          mine->trained, " of unit ", name(*mine), " and rank ", their_rank,
                           " trains ", other->trained,
                           ". Make its modules and its frozen parameters the same on every rank, "
                           "also where experts differ.");
@@ -150,7 +153,7 @@ std::string OrderCheck::describe_difference(const Order& my_order, const Order& 
   return detail::concat(
       "All ranks must run the same units in the same order and put them into the same buckets, "
       "but rank ",
-      exchange_.rank(), " has ", mine != end ? name(*mine) : "other units", " where rank ", rank,
+      my_rank, " has ", mine != end ? name(*mine) : "other units", " where rank ", their_rank,
       " has ", mine != end ? name(*other) : "others",
       ". Make the model, its control flow and its settings the same on every rank. A rank that "
       "leaves a unit out on purpose calls its join_empty().");

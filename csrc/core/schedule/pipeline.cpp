@@ -13,7 +13,7 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       device_(*lanes.device),
       options_(options),
       ledger_(device_),
-      exchange_(lanes, replicas, options_.has_peers),
+      exchange_(lanes, replicas, options_.has_peers, options_.mesh_ranks),
       order_check_(lanes, exchange_),
       bucket_set_(lanes, options_, units_, order_check_),
       announcer_(options_, passes_, order_check_, ledger_),

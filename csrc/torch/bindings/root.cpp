@@ -335,18 +335,21 @@ void register_root(py::module_& m) {
            py::arg("compare"))
       .def_property_readonly("step", &StepChecks::step);
   RootClass bound(m, "TorchRoot");
-  bound.def(
-      py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, int prefetch_depth,
-                  int nesting, bool has_peers, bool check_order, bool keeps_gather_inputs,
-                  py::object when_stale, std::shared_ptr<StepChecks> checks) {
-        return std::make_shared<TorchRoot>(
-            std::move(lanes), std::move(replicas),
-            PipelineOptions{prefetch_depth, nesting, has_peers, check_order, keeps_gather_inputs},
-            std::move(when_stale), std::move(checks));
-      }),
-      py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
-      py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
-      py::arg("keeps_gather_inputs"), py::arg("when_stale"), py::arg("checks"));
+  bound.def(py::init([](std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas,
+                        int prefetch_depth, int nesting, bool has_peers, bool check_order,
+                        bool keeps_gather_inputs, std::vector<int> mesh_ranks,
+                        py::object when_stale, std::shared_ptr<StepChecks> checks) {
+              PipelineOptions options{prefetch_depth,      nesting,
+                                      has_peers,           check_order,
+                                      keeps_gather_inputs, std::move(mesh_ranks)};
+              return std::make_shared<TorchRoot>(std::move(lanes), std::move(replicas),
+                                                 std::move(options), std::move(when_stale),
+                                                 std::move(checks));
+            }),
+            py::kw_only(), py::arg("lanes"), py::arg("replicas"), py::arg("prefetch_depth"),
+            py::arg("nesting"), py::arg("has_peers"), py::arg("check_order"),
+            py::arg("keeps_gather_inputs"), py::arg("mesh_ranks"), py::arg("when_stale"),
+            py::arg("checks"));
   register_lifecycle(bound);
   register_schedule(bound);
   register_gradients(bound);

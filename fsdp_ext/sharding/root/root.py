@@ -159,6 +159,7 @@ class Root(UnitTree):
             has_peers=has_peers(self.units[0]),
             check_order=self._needs_order_check,
             keeps_gather_inputs=self.keeps_gather_inputs(self.units[0].device.type),
+            mesh_ranks=self.mesh_ranks.numbers,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
             checks=None if self.checks is None else self.checks.impl,
         )
