@@ -16,7 +16,7 @@
 // users see its sharded parameters. After an exception every unit is put away. A unit that the user
 // has unsharded with unshard() stays as it is.
 // Replays of a CUDA graph write slots and change shards without a new version. So a forward that is
-// captured, and each forward after it, gathers all units anew, and no evaluation keeps a slot.
+// captured, and each forward after it, gathers all units anew.
 // A backward with create_graph=True also puts its units away: a second backward may read their
 // slots. The next forward gathers them anew, because shards may change without a new version.
 #pragma once

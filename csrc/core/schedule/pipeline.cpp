@@ -113,8 +113,8 @@ void Pipeline::drop_prefetched() {
 // See Note [after an evaluation].
 void Pipeline::end_evaluation() {
   for (const auto& unit : units_) {
-    const bool keeps_slot = unit->keeps_slot_after_evaluation && !gatherer_.has_been_captured();
-    if (unit->gather.is_unsharded() && !unit->gather.is_held() && !keeps_slot) {
+    if (unit->gather.is_unsharded() && !unit->gather.is_held() &&
+        !unit->keeps_slot_after_evaluation) {
       gatherer_.reshard(*unit);
     }
   }
