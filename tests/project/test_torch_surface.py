@@ -131,6 +131,14 @@ def _shared_streams() -> None:
     for module in (first, second):
         module(torch.ones(2, 4)).sum().backward()
     assert first._fsdp_ext_unit.root.lanes is second._fsdp_ext_unit.root.lanes
+    assert fully_shard.state(first)._comm_ctx is contexts[0]
+    assert fully_shard.state(second)._comm_ctx is contexts[0]
+    parts: Any = [nn.Sequential(fully_shard(nn.Linear(4, 4))) for _ in range(3)]
+    for model in parts:
+        fully_shard(model)(torch.ones(2, 4))
+    fsdp_ext.share_comm_ctx([model[0] for model in parts[:2]])
+    torch_fsdp.share_comm_ctx([model[0] for model in parts[1:]])
+    assert len({id(fully_shard.state(model[0])._comm_ctx) for model in parts}) == 1
     for wrong in (nn.Linear(4, 4), torch_fsdp.fully_shard(nn.Linear(4, 4))):
         with pytest.raises(ValueError, match=r"got a .*Linear that is not sharded. Pass modules"):
             fsdp_ext.share_comm_ctx([first, wrong])

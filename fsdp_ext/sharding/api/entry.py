@@ -376,4 +376,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             "cannot share streams. Leave the call out; modules of one group share theirs already."
         )
     for unit in units:
-        unit.comm_context = torch_state.StateView(units[0])._comm_ctx
+        torch_state.first_of_root(unit).comm_context = torch_state.StateView(units[0])._comm_ctx

@@ -30,6 +30,13 @@ from fsdp_ext.sharding.root.unit import Unit
 _FUNCTION: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
+def first_of_root(unit: Unit) -> Unit:
+    """Return the root's unit, which keeps the communication context; ``unit`` if it has no root."""
+    root = unit.root
+    first: Unit = unit if root is None else root.units[0]
+    return first
+
+
 class _View:
     """A read-only view, whose error for any other attribute lists those that it has."""
 
@@ -51,8 +58,7 @@ class _View:
 
         Pipelining compares identities, to find stages that share_comm_ctx was called for.
         """
-        root = self._unit.root
-        unit: Unit = self._unit if root is None else root.units[0]
+        unit = first_of_root(self._unit)
         if unit.comm_context is None:
             ranks = unit.ranks
             unit.comm_context = ranks.shard_group, ranks.replicate_group, unit.settings.transport
@@ -60,7 +66,7 @@ class _View:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
-            self._unit.comm_context = value  # by PyTorch's share_comm_ctx
+            first_of_root(self._unit).comm_context = value  # by PyTorch's share_comm_ctx
             return
         raise AttributeError(
             f"'{name}' was set in a view of fsdp_ext's state, which has no effect on training. Use "
@@ -175,9 +181,7 @@ class _StateContextView(_View):
     @property
     def is_last_backward(self) -> bool:
         """The value set with ``set_is_last_backward``."""
-        root = self._unit.root
-        unit: Unit = self._unit if root is None else root.units[0]
-        return unit.settings.is_last_backward
+        return first_of_root(self._unit).settings.is_last_backward
 
 
 class StateView(_View):
