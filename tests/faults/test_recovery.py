@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 
 from fsdp_ext import fully_shard, optim
+from fsdp_ext.sharding.api.handles import HAS_FINALIZATION
 
 
 def fail(run: Run, step: int, where: str) -> None:
@@ -273,7 +274,7 @@ def _reset(clears: bool) -> None:
 
 
 def test_resetting_an_iteration_drops_what_fsdp2_drops_since_torch_2_15() -> None:
-    run_ranks(_reset, 2, hasattr(torch_fsdp, "GradientReductionHandle"))
+    run_ranks(_reset, 2, HAS_FINALIZATION)
 
 
 # - Interrupts of an optimizer's step

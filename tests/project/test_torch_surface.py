@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import fsdp_ext
 from fsdp_ext import fully_shard
+from fsdp_ext.sharding.api.handles import HAS_FINALIZATION
 from fsdp_ext.sharding.api.refused_methods import override_rest
 
 
@@ -268,7 +269,7 @@ def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
             2,
             {"defer_reduce_grad_wait": True},
             marks=pytest.mark.skipif(
-                not hasattr(torch_fsdp, "GradientReductionHandle"),
+                not HAS_FINALIZATION,
                 reason="schedules defer waits since torch 2.15",
             ),
         ),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 
 import fsdp_ext
+from fsdp_ext.sharding.api.handles import HAS_FINALIZATION
 
 
 class Tokens(Stack):
@@ -251,9 +252,6 @@ def _arguments() -> None:
 
 def test_methods_without_an_effect_check_their_arguments() -> None:
     run_ranks(_arguments, 1)
-
-
-HAS_FINALIZATION = hasattr(torch_fsdp, "GradientReductionHandle")
 
 
 def _raise(_gradient: torch.Tensor) -> None:

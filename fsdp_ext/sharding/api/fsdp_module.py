@@ -9,12 +9,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fsdp_ext._util.numbers import as_bool, is_real, scalar_of
-from fsdp_ext.sharding.api.handles import GradientReductionHandle, UnshardHandle
+from fsdp_ext.sharding.api.handles import HAS_FINALIZATION, GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.api.refused_methods import override_rest
 from fsdp_ext.sharding.params.flat_parameter import flat_tensors
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, check_comm
@@ -25,9 +24,6 @@ from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collect
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import torch_state
 from fsdp_ext.sharding.torch_compat.conversions import applied, reshard_and_forget
-
-# FSDP2's reset_iter_state clears .grad since torch 2.15, the first version with this handle.
-_RESET_CLEARS_GRADIENTS = hasattr(torch_fsdp, "GradientReductionHandle")
 
 
 class FSDPModule(TorchFSDPModule):
@@ -121,7 +117,7 @@ class FSDPModule(TorchFSDPModule):
         if root is None:
             return
         root.reset_iteration()
-        if _RESET_CLEARS_GRADIENTS:
+        if HAS_FINALIZATION:  # as FSDP2's since torch 2.15
             for unit in root.units:
                 unit.clear_gradients()
 
@@ -170,7 +166,7 @@ class FSDPModule(TorchFSDPModule):
         async_op = as_bool("finalize_backward", "async_op", async_op)
         root = self._fsdp_ext_own_root("finalize_backward")
         if root is None or root.is_provisional:
-            return GradientReductionHandle(None) if async_op else None
+            return GradientReductionHandle() if async_op else None
         if root.pending_reduction is not None:
             raise RuntimeError(
                 "finalize_backward was called while a handle of an earlier call is pending. Call "
@@ -182,7 +178,9 @@ class FSDPModule(TorchFSDPModule):
                 "set_manual_backward_finalization(True) before forward."
             )
         root.reduce_accumulated(wait=not async_op)
-        return GradientReductionHandle(root) if async_op else None
+        if not async_op:
+            return None
+        return GradientReductionHandle(root, root.leave_reduction_pending())
 
     def get_pending_gradients(
         self, *, recurse: bool = True

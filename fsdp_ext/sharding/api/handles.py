@@ -11,7 +11,8 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.sharding.root.unit import Unit
 
-# Since torch 2.15.
+# FSDP2 has manual finalization since torch 2.15.
+HAS_FINALIZATION = hasattr(torch_fsdp, "GradientReductionHandle")
 _TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 
 
@@ -41,11 +42,12 @@ class GradientReductionHandle(_TorchGradientReductionHandle):  # type: ignore[mi
 
     Args:
         root: the root of the model whose gradients are reduced; None before the first forward.
+        reduction: the result of the root's ``leave_reduction_pending``.
     """
 
-    def __init__(self, root: Root | None) -> None:
+    def __init__(self, root: Root | None = None, reduction: object = None) -> None:
         self._root = root
-        self._reduction = None if root is None else root.leave_reduction_pending()
+        self._reduction = reduction
 
     def wait(self) -> None:
         """Make the current stream wait.
