@@ -68,6 +68,12 @@ class Ranks:
         return self.size * self.replicas
 
     @property
+    def global_ranks(self) -> list[int]:
+        """The global ranks of the mesh, shard group by shard group."""
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
     def rank_in_mesh(self) -> int:
         """This rank's number among all ranks of the mesh, shard group by shard group."""
         replica = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0

@@ -101,7 +101,7 @@ def together(
         if error is not None and not out_of_memory and all(one == own for one in reports):
             raise error
         _, name, message, number = next(one for one in failed if one[0] == out_of_memory)
-        rank = unit.ranks.mesh.mesh.flatten()[number].item()
+        rank = unit.ranks.global_ranks[number]
         raise (OutOfMemory if out_of_memory else _TYPES.get(name, RuntimeError))(
             f"{caller} failed on rank {rank}, in {task}: {name}: {message.removesuffix('.')}. "
             f"Correct that, and call {caller} on all ranks again."

@@ -110,8 +110,7 @@ def _compare(root: Unit, of_units: list[list[int]]) -> None:
     """
     if not has_peers(root):
         return
-    all_ranks: list[int] = root.ranks.mesh.mesh.flatten().tolist()  # set by set
-    by_rank = dict(zip(all_ranks, exchange(root, of_units), strict=True))
+    by_rank = dict(zip(root.ranks.global_ranks, exchange(root, of_units), strict=True))
     for number, like in enumerate(of_units):
         for rank, theirs in by_rank.items():
             mesh = theirs[number] if number < len(theirs) else []

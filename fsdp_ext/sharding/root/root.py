@@ -279,7 +279,7 @@ class Root(UnitTree):
     def _ranks(self) -> list[int]:
         """Return the mesh's global ranks, group by group; without peers, this rank alone."""
         unit = self.units[0]
-        ranks: list[int] = unit.ranks.mesh.mesh.flatten().tolist()
+        ranks = unit.ranks.global_ranks
         return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]
 
     def _make_checks(self) -> StepChecks | None:
