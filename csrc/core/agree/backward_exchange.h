@@ -1,6 +1,7 @@
 // At the end of a backward that reduced gradients, ranks tell each other which parameters they used
 // and which collectives they have issued. The exchange is one small message. The gather lane is
-// idle then, so the message overlaps the last reduction.
+// idle then, so the message overlaps the last reduction. It also carries other comparisons of all
+// ranks (`all_gather`).
 //
 // Note [parameters that some ranks do not use]
 // A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
@@ -50,9 +51,9 @@ class BackwardExchange {
   // [graph capture] in device/cuda_stream.cpp.
   void join(Stream& compute);
 
-  // Sends a message of the same size from every rank to all ranks, between passes. Returns the
-  // messages of all ranks, sorted by shard group and by rank within it. Errors and timeouts name
-  // the exchange by `what`. Without peers it returns `mine` alone.
+  // Sends a message of the same size from every rank to all ranks. Returns the messages of all
+  // ranks, sorted by shard group and by rank within it. Errors and timeouts name the exchange by
+  // `what`. Without peers it returns `mine` alone.
   std::vector<std::string> all_gather(const std::string& what, const std::string& mine);
   // The same for a struct that can be copied as bytes.
   template <typename T>

@@ -173,7 +173,7 @@ class Pipeline {
   PipelineOptions options_;
   Ledger ledger_;
   // The destructors of the gatherer and the reducer wait for work in flight, which uses the units,
-  // the order check and the buckets. So these come first.
+  // the exchange and the buckets. So these come first.
   std::vector<std::unique_ptr<Unit>> units_;
   BackwardExchange exchange_;
   OrderCheck order_check_;
