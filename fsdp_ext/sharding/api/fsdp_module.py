@@ -144,8 +144,9 @@ class FSDPModule(TorchFSDPModule):
         changes = by_hand != self._fsdp_ext_unit.settings.finalizes_by_hand
         if changes and root is not None and root.has_open_backward():
             raise RuntimeError(
-                "set_manual_backward_finalization changed the mode after a backward has begun. "
-                "Call it before backward, or after finalize_backward()."
+                "set_manual_backward_finalization cannot change the mode while reductions of a "
+                "backward are not waited for. Call it before backward, or after a last backward or "
+                "finalize_backward()."
             )
         self._fsdp_ext_change_root(finalizes_by_hand=by_hand)
 
