@@ -11,6 +11,7 @@ from support.matrix import exhaustive
 from support.scaled_layers import WIDTH, Scale, average, batch, train, whole
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import MixedPrecisionPolicy
@@ -190,9 +191,10 @@ def to_the_host(model: Any) -> None:
 
 def backward_of(model: Any) -> list[Tensor]:
     """Add to the gradients, and return them."""
-    dtype = model[0].weight.dtype
+    dtype = next(model.parameters()).dtype
     model(batch(0).to(dtype)).float().square().mean().backward()
-    assert all(p.grad.dtype == p.grad.to_local().dtype for p in model.parameters())
+    for grad in (p.grad for p in model.parameters()):
+        assert not isinstance(grad, DTensor) or grad.dtype == grad.to_local().dtype
     return [whole(p.grad) for p in model.parameters()]
 
 
@@ -211,6 +213,14 @@ def survives_conversions() -> None:
         assert [p.grad_dtype for p in model.parameters()] == [FP32] * 4
         expect_equal([whole(p.grad) for p in model.parameters()], before)
         expect_equal(backward_of(model), [2 * grad for grad in before])
+        wrapped = fsdp_ext.FullyShardedDataParallel(low((FP32, FP32)), use_orig_params=True)
+        convert(wrapped)
+        with wrapped.no_sync():
+            first = backward_of(wrapped)
+        convert(wrapped)
+        assert [p.grad_dtype for p in wrapped.parameters()] == [FP32] * 4
+        expect_equal([p.grad for p in wrapped.parameters()], first)
+        expect_equal(backward_of(wrapped), [2 * grad for grad in before])
 
 
 def own_dtype_survives_conversions() -> None:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.params.flat_parameter import registered
 from fsdp_ext.sharding.params.ownership import asked_grad_dtype
-from fsdp_ext.sharding.params.unreduced import is_unreduced
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -116,7 +115,7 @@ def _keeping_gradients(unit: Unit) -> Iterator[None]:
     kept = []
     for param in unit.params:
         sharded, dtype = param.sharded, asked_grad_dtype(param.sharded)
-        gradient = None if is_unreduced(sharded) else sharded.grad
+        gradient = sharded.grad
         if dtype is None and (gradient is None or gradient.dtype == sharded.dtype):
             continue
         if gradient is not None:
