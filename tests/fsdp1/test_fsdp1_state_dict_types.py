@@ -399,7 +399,7 @@ def _optimizers_differ() -> None:
     with pytest.raises(ValueError, match=r"on rank 1, .* no parameters of the opt"):
         FSDP.scatter_full_optim_state_dict(saved, other, optim=fewer)
     at = "the load failed on rank 0, in reading rank 0's state: TypeError"
-    for malformed, words in (({"state": {"stem.weight": None}}, ".*for 'stem.weight'"), ([], "")):
+    for malformed, words in (({"state": {"stem.weight": None}}, ".*of 'stem.weight'"), ([], "")):
         with pytest.raises(TypeError, match=at + words):
             FSDP.scatter_full_optim_state_dict(malformed if is_first else None, other, optim=fewer)
     unpicklable = {"state": {"stem.weight": {"hook": lambda: None}}}
