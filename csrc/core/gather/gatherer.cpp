@@ -396,11 +396,15 @@ void Gatherer::retain_slot(Bucket& bucket) {
 // See Note [slot lifetime].
 void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
   Stream& compute = device_.compute_stream();
-  for_each_reader(slot, [&](Stream& stream) {
-    if (stream.native_handle() != compute.native_handle()) {
-      streams_.order_after(compute, stream, bucket.gather.source().label);
-    }
-  });
+  const bool is_only_reader =
+      slot.read_on.size() == 1 && slot.read_on.front() == compute.native_handle();
+  if (!is_only_reader) {
+    for_each_reader(slot, [&](Stream& stream) {
+      if (stream.native_handle() != compute.native_handle()) {
+        streams_.order_after(compute, stream, bucket.gather.source().label);
+      }
+    });
+  }
   slot.read_on.clear();
 }
 
