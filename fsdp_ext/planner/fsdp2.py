@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-import torch
 from torch import nn
 
 from fsdp_ext.planner.units import Moment, PlannedParam, PlannedRoot, PlannedUnit
+from fsdp_ext.sharding.api.handles import HAS_FINALIZATION
 
-_FREES_BEFORE_COPIES = torch.__version__ >= "2.15"
+_FREES_BEFORE_COPIES = HAS_FINALIZATION  # both since torch 2.15
 
 
 def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
