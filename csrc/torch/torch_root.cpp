@@ -464,7 +464,7 @@ void TorchRoot::reduce_accumulated() {
   }
 }
 
-// A failed backward does not matter: earlier reductions are whole.
+// Works after a failed backward, too: the reductions before it are complete.
 void TorchRoot::wait_for_reductions() {
   FSDP_CHECK(passes().is_between() || passes().has_failed(),
              "wait was called on a handle of gradient reductions while forward or backward runs. "

@@ -109,7 +109,7 @@ def test_another_dtype_than_the_two_is_refused() -> None:
 
 
 def test_the_policy_itself_says_what_no_reduce_dtype_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A pre-release of 2.15 has its policy.
+    # A pre-release of 2.15 already has the policy of 2.15.
     version = torch.torch_version.TorchVersion("2.15.0a0" if HAS_OVERRIDE else "2.15.0")
     monkeypatch.setattr(torch, "__version__", version)
     assert runpy.run_path(param_group.__file__)["_REDUCES_AS_COMPUTED"] == (not HAS_OVERRIDE)

@@ -28,8 +28,8 @@
 // the end of a member's buffer, whichever member NCCL looks at.
 //
 // Note [private memory]
-// Private memory can be accessed by its own GPU alone, and has the properties of memory from
-// ncclMemAlloc. docs/design/cuda.md says why it is enough for buffers that are not windows. Shards
+// Only its own GPU can access private memory, which otherwise is like memory from ncclMemAlloc.
+// docs/design/cuda.md says why it is enough for buffers that are not windows. Shards
 // and gradients are never private: when a user copies into them from another GPU, PyTorch lets that
 // GPU write.
 #pragma once

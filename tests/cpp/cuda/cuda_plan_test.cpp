@@ -34,8 +34,8 @@ TEST(CudaPlan, TheRingIsFreedAfterItsReaders) {
   fake().register_result = 0;
 }
 
-// The last kernels of an evaluation on another stream are late, and the slots are freed on a stream
-// that does not wait for them. The root keeps its slot, or not.
+// Runs an evaluation on another stream, whose last kernels are late. The stream that frees the
+// slots does not wait for them. `keeps_slot`: the root keeps its slot.
 void evaluate_late(Rank& rank, bool keeps_slot) {
   rank.lanes->gather.allocate(64, BufferUse::Output);  // fails to register, so no other tries
   rank.pipeline->gatherer().set_poison_released_slots(false);
