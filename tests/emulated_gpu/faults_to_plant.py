@@ -256,7 +256,7 @@ NOT_SEEN = {
     "core/gather/gatherer.cpp note_read: stream.wait(*last.gathered, source.label);": (
         "the tests' streams wait for the stream that has waited for the gather; CudaReaders sees it"
     ),
-    "core/gather/gatherer.cpp for_each_reader: read_->synchronize(device_.timeout(), kReaders);": (
+    "core/gather/gatherer.cpp wait_for_readers: read_->synchronize(device_.timeout(), kReaders);": (
         "no stream of the tests reads slots when they are freed; CudaPlan sees it"
     ),
     "core/gather/gatherer.cpp wait_for_readers: "

@@ -49,7 +49,7 @@ STATEMENT = re.compile(
 LONGEST_STATEMENT = 4  # lines
 FUNCTION = re.compile(
     r"[A-Za-z][\w:<>&*~ ,]*?(?P<at_start>~?[A-Za-z]\w*)\([^;]*$|"
-    r"  (?!if|for|while|switch|return|else)[\w:<>&*~ ,]*?(?P<in_class>~?[A-Za-z]\w*)\(.*[{]$"
+    r"  (?! |if|for|while|switch|return|else)[\w:<>&*~ ,]*?(?P<in_class>~?[A-Za-z]\w*)\(.*[{]$"
 )
 # Of these, what waits only on the host, what is called by statements that wait, and what only
 # benchmarks and users call.
