@@ -20,6 +20,7 @@ from fsdp_ext.checkpoint.transfers import (
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
+from fsdp_ext.comm.inline_group import all_gather
 
 
 def stream_weights(
@@ -124,25 +125,21 @@ def _whole(
 class _Flight:
     """The gathers of a unit, in flight.
 
-    Parameters that one dimension of a mesh shares travel together, in one collective. Other ones,
-    such as those that tensor parallelism has cut, too, are gathered when they are needed.
+    Parameters that one dimension of a mesh shares are in flight together. Other ones, such as those
+    that tensor parallelism has cut, too, are gathered when they are needed.
     """
 
     def __init__(self, weights: list[Weight], dtype: torch.dtype | None) -> None:
         self.weights = weights
         self._dtype = dtype
         self._arriving: dict[str, _Arriving] = {}
-        by_group: dict[dist.ProcessGroup, list[_Arriving]] = {}
         for weight in weights:
             if found := shared(weight.tensor):
                 one = _Arriving(weight, to_send(weight, self._dtype), *found)
                 self._arriving[weight.names[0]] = one
-                by_group.setdefault(one.group, []).append(one)
-        for group, together in by_group.items():
-            outputs = [one.output for one in together]
-            work = group.allgather_into_tensor_coalesced(outputs, [one.sent() for one in together])
-            for one in together:
-                one.work = work
+                # One gather for each: gloo's coalesced all-gather corrupts the host's memory if
+                # a group has two of them in flight.
+                one.work = all_gather(one.output, one.sent(), one.group, async_op=True)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -73,7 +73,7 @@ class InlineCollectives:
         """Gather the 1-D inputs of all ranks into ``output``."""
         group: Any = self._group
         if type(group) is dist.ProcessGroup:
-            _single("all_gather_single", "all_gather_into_tensor")(output, input, group=group)
+            all_gather(output, input, group)
         elif self._all_gather is not None:
             getattr(group, self._all_gather)(output, input, AllgatherOptions()).wait()
         else:
@@ -98,6 +98,15 @@ class InlineCollectives:
     def all_reduce(self, data: torch.Tensor) -> None:
         """Replace ``data`` with its sum over all ranks."""
         dist.all_reduce(data, group=self._group)
+
+
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Call PyTorch's all-gather of one tensor by the name that this version does not warn about."""
+    gather = _single("all_gather_single", "all_gather_into_tensor")
+    work: dist.Work | None = gather(output, input, group=group, async_op=async_op)
+    return work
 
 
 def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:

@@ -145,11 +145,11 @@ class Gathers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "allgather_into_tensor_coalesced_" in str(func):
-            outputs, inputs, *_ = args
-            self.sent.append(sum(tensor.nbytes for tensor in inputs))
-            storages = [tensor.untyped_storage() for tensor in outputs]
-            self._arrived += [(StorageWeakRef(one), one.nbytes()) for one in storages]
+        if "_allgather_base_" in str(func):
+            output, sent, *_ = args
+            self.sent.append(sent.nbytes)
+            storage = output.untyped_storage()
+            self._arrived.append((StorageWeakRef(storage), storage.nbytes()))
         return result
 
     def held(self, limit: int) -> int:
@@ -169,7 +169,11 @@ def _is_a_unit_ahead(dtype: torch.dtype | None) -> list[int]:
     model, expected = made(Stack, sharded)
     with Gathers() as gathers:
         dict(stream_weights(model, dtype))
-    unit = 2 * max(gathers.sent)
+    root = len([*model.stem.parameters(), *model.head.parameters()])
+    block = len(list(model.blocks[0].parameters()))
+    ends = [root + block * blocks for blocks in range(4)]
+    assert len(gathers.sent) == ends[-1]
+    unit = 2 * max(sum(gathers.sent[:root]), sum(gathers.sent[root : ends[1]]))
     issued, held = [], []
     with Gathers() as gathers:
         for name, tensor in stream_weights(model, dtype):
@@ -178,12 +182,12 @@ def _is_a_unit_ahead(dtype: torch.dtype | None) -> list[int]:
             held.append(gathers.held(2 * unit))
             assert tensor.dtype == (dtype or expected[name].dtype)
             del tensor
-    assert issued == [2, 3, 4, 4]
+    assert issued == [ends[1], ends[2], ends[3], ends[3]]
     assert unit < max(held) <= 2 * unit
     return gathers.sent
 
 
-def test_each_unit_has_one_gather_which_is_in_flight_while_the_unit_before_is_used() -> None:
+def test_the_gathers_of_a_unit_are_in_flight_while_the_unit_before_is_used() -> None:
     [sent, _] = run_ranks(_is_a_unit_ahead, 2, None)
     [sent_in_bf16, _] = run_ranks(_is_a_unit_ahead, 2, torch.bfloat16)
     assert sent_in_bf16 == [nbytes // 2 for nbytes in sent]
