@@ -88,6 +88,7 @@ struct NcclComm {
   int policy = fsdp::nccl::kUndefined;
   std::shared_ptr<Barrier> barrier;
   std::atomic<bool> aborted{false};
+  std::atomic<bool> revoked{false};
   std::atomic<int> polls{0};
   int splits = 0;
   int windows_made = 0;
@@ -325,7 +326,9 @@ FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
 
 // As in NCCL, aborting and revoking may come while another thread is in a call. Revoked
 // communicators live until the process ends, and freeing aborted ones would race with that thread.
-// So both are retained here, where a leak checker finds them.
+// So both are retained here, where a leak checker finds them. A revoked communicator stays in
+// live_communicators even if it is aborted later: if a call returns late, the watchdog aborts it,
+// and how late a call returns depends on the machine's load.
 static void retain(Comm comm) {
   static auto* const retained = new std::vector<Comm>;  // never destroyed
   const std::lock_guard<std::mutex> lock(mutex);
@@ -335,7 +338,7 @@ static void retain(Comm comm) {
 FAKE_NCCL_API Result ncclCommAbort(Comm comm) {
   state.log("abort");
   retain(comm);
-  --state.live_communicators;
+  state.live_communicators -= comm->revoked ? 0 : 1;
   comm->aborted = true;
   return fsdp::nccl::kSuccess;
 }
@@ -346,6 +349,7 @@ FAKE_NCCL_API Result ncclCommRevoke(Comm comm, int /*flags*/) {
     return kAborted;
   }
   retain(comm);
+  comm->revoked = true;
   while (state.revoking_hangs) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -195,6 +195,7 @@ TEST_F(NcclRanks, WriteAFlightRecordBeforeTheyEndACollective) {
 // Note [watchdog]
 TEST_F(NcclRanks, AbortACallThatStillBlocksAfterItsCommunicatorIsRevoked) {
   fake().revoking_ends_calls = false;
+  left_behind_ = 1;
   fake().drain_calls();
   const auto messages = run_ranks(
       1,
@@ -251,6 +252,7 @@ TEST_F(NcclRanks, AbortACollectiveThatDoesNotEnd) {
 
 TEST_F(NcclRanks, NoticeAnAsynchronousError) {
   left_behind_ = 2;
+  fake().drain_calls();
   run_ranks(
       1,
       [](Rank rank) {
@@ -261,6 +263,9 @@ TEST_F(NcclRanks, NoticeAnAsynchronousError) {
                     "NCCL reported an error of the gather communicator: some error");
       },
       milliseconds(200));
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "revoke"), 2);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort"), 0);  // no call blocks
 }
 
 TEST_F(NcclRanks, LeaveAGroupInWhichACommunicatorFails) {
