@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import itertools
 import os
 import re
 import resource
@@ -516,13 +517,24 @@ def _units_cannot_be_built() -> None:
         for of_model, failing in ((mesh, [1]), (mesh["shard"], [1, 3])):
             rank = failing[-1] if dist.get_rank() > 1 else failing[0]
             model: Any = fully_shard(nn.Linear(4, 4), mesh=of_model, transport=transport)
-            for error in (torch.OutOfMemoryError, ValueError):
+            uses = {
+                "unshard": model.unshard,
+                "forward": lambda model=model: model(torch.ones(1, 4)),
+            }
+            for (name, use), error in itertools.product(
+                uses.items(), (torch.OutOfMemoryError, ValueError)
+            ):
                 with contextlib.ExitStack() as stack:
                     if dist.get_rank() in failing:
                         broken = mock.patch.object(Unit, "_make_impl", side_effect=error("no room"))
                         stack.enter_context(broken)
-                    stack.enter_context(raises(error, f"failed on rank {rank}", r"no room\. Corr"))
-                    model(torch.ones(1, 4))
+                    said = (
+                        rf"{name} failed on rank {rank}",
+                        rf"no room\. Correct that, and call {name}",
+                    )
+                    stack.enter_context(raises(error, *said))
+                    use()
+            model.unshard()
             model(torch.ones(1, 4)).sum().backward()
             assert model.weight.grad is not None
 

@@ -163,9 +163,10 @@ class Root(UnitTree):
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
             checks=None if self.checks is None else self.checks.impl,
         )
-        if self._needs_order_check and not self.is_provisional:
+        if self._needs_order_check:
             agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
-            with together(self.units[0], "forward", "the building of units", impl.all_gather):
+            caller = "unshard" if self.is_provisional else "forward"
+            with together(self.units[0], caller, "the building of units", impl.all_gather):
                 impls = self._build_units()
             # Ranks of other meshes have other parameters.
             compared = [
