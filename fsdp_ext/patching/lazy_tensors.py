@@ -9,6 +9,7 @@ file.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from typing import Any
@@ -25,8 +26,13 @@ def read_when_set() -> None:
 
     @functools.wraps(torchs)
     def read_and_set(model: Any, model_state_dict: Any, **kwargs: Any) -> Any:
-        read = {name: _read(value) for name, value in model_state_dict.items()}
-        return torchs(model, read, **kwargs)
+        read = {name: torch.detach(v) for name, v in model_state_dict.items() if _is_lazy(v)}
+        # PyTorch puts shards into the caller's dict, so that whole tensors can be freed. The caller
+        # does not hold tensors that are read here, and a copy has the dict's _metadata, too.
+        if read:
+            model_state_dict = copy.copy(model_state_dict)
+            model_state_dict.update(read)
+        return torchs(model, model_state_dict, **kwargs)
 
     setattr(module, _NAME, read_and_set)
 
@@ -37,6 +43,5 @@ def pass_on() -> None:
     setattr(module, _NAME, getattr(module, _NAME).__wrapped__)
 
 
-def _read(value: Any) -> Any:
-    is_lazy = hasattr(value, "__torch_function__") and not isinstance(value, torch.Tensor)
-    return torch.detach(value) if is_lazy else value
+def _is_lazy(value: Any) -> bool:
+    return hasattr(value, "__torch_function__") and not isinstance(value, torch.Tensor)

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.fsdp import _init_utils as of_fsdp1
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_ext
 from fsdp_ext.patching import api as patching_api
@@ -317,12 +319,53 @@ def _lazy() -> None:
     value = torch.arange(12.0).view(3, 4)
     with patched():
         model = fsdp_ext.FullyShardedDataParallel(nn.Linear(4, 3, bias=False), use_orig_params=True)
-        torchs_checkpointing.set_model_state_dict(model, {"weight": Lazy(value)}, options=options)
+        lazy = {"weight": Lazy(value)}
+        torchs_checkpointing.set_model_state_dict(model, lazy, options=options)
     assert torch.equal(model.state_dict()["weight"], value)
+    assert isinstance(lazy["weight"], Lazy)  # so the tensor that was read is freed
 
 
 def test_checkpoints_that_are_read_when_they_are_used_are_loaded_by_set_model_state_dict() -> None:
     run_ranks(_lazy, 2)
+
+
+def _written_to() -> None:
+    options = StateDictOptions(full_state_dict=True)
+    with patched():
+        model = fsdp_ext.fully_shard(nn.Linear(4, 2))
+        whole = nn.Linear(4, 2).state_dict()
+        torchs_checkpointing.set_model_state_dict(model, whole, options=options)
+        assert all(isinstance(value, DTensor) for value in whole.values())
+        ddp = DistributedDataParallel(nn.Linear(4, 2))
+        state = get_model_state_dict(ddp)
+        torchs_checkpointing.set_model_state_dict(ddp, state)
+        assert list(state) == ["module.weight", "module.bias"]
+
+
+def test_set_model_state_dict_writes_into_its_argument_as_without_the_patch() -> None:
+    run_ranks(_written_to, 2)
+
+
+class Versioned(nn.Linear):
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        self.loaded = meta.get("version")
+        super()._load_from_state_dict(state, prefix, meta, *rest)
+
+
+def _versions() -> None:
+    model = Versioned(4, 2)
+    with patched():
+        for read in (lambda value: value, Lazy):
+            state, model.loaded = model.state_dict(), None
+            state.update({name: read(value) for name, value in state.items()})
+            torchs_checkpointing.set_model_state_dict(model, state)
+            assert model.loaded == 3
+
+
+def test_set_model_state_dict_passes_on_the_versions_of_modules() -> None:
+    run_ranks(_versions, 1)
 
 
 # - The command
