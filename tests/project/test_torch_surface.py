@@ -96,14 +96,13 @@ def _recognised() -> None:
     assert group.mesh_info == FSDPMeshInfo(layer._fsdp_ext_unit.ranks.mesh, shard_mesh_dim=0)
     assert [param.sharded_param for param in group.fsdp_params] == [layer.weight, layer.bias]
     assert fully_shard.state(model)._is_root is None
-    assert state._state_ctx.all_states[0]._fsdp_param_group.modules == (layer,)
+    assert state._state_ctx.all_states == [state]
     model(torch.ones(2, 4)).sum().backward()
     assert fully_shard.state(model)._is_root
     assert not state._is_root
-    modules = [view._fsdp_param_group for view in state._state_ctx.all_states]
-    assert [None if view is None else view.modules for view in modules] == [
-        (model,), (layer,), tuple(pair),
-    ]  # fmt: skip
+    states = [fully_shard.state(module) for module in (model, layer, pair[0])]
+    assert state._state_ctx.all_states == states
+    assert states[2]._fsdp_param_group.modules == tuple(pair)
     root_group = fully_shard.state(model)._fsdp_param_group
     assert root_group.post_forward_mesh_info is None
     assert group.post_forward_mesh_info == group.mesh_info

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
-from fsdp_ext.sharding.root.module_state import state_of, unit_of, units_of
+from fsdp_ext.sharding.root.module_state import state_of, units_of
 from fsdp_ext.sharding.root.root import ensure_root
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
@@ -176,7 +176,8 @@ class _StateContextView(_View):
         """The units of the root; only this one before the first forward."""
         root = self._unit.root
         units: list[Unit] = [self._unit] if root is None else root.units
-        return [StateView(unit) for unit in units if unit_of(unit.modules[0]) is unit]
+        views = dict.fromkeys(view_of(unit.modules[0]) for unit in units)
+        return [view for view in views if view is not None]
 
     @property
     def is_last_backward(self) -> bool:
