@@ -64,6 +64,18 @@ def three_dimensions(shard: Shards) -> None:
     shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
 
 
+def layer_first(shard: Shards) -> None:
+    model = nn.Sequential(shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0](torch.ones(1, 2))
+    shard(model)(torch.ones(1, 2))
+
+
+def root_of_two(shard: Shards) -> None:
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    shard(pair)
+    pair[0](torch.ones(1, 2))
+
+
 PATTERNS: list[tuple[type[Exception], str, Callable[[Shards], None]]] = [
     (ValueError, "Change scalar_p to a 1D tensor with numel equal to 1.", scalar),
     (AssertionError,
@@ -81,6 +93,13 @@ PATTERNS: list[tuple[type[Exception], str, Callable[[Shards], None]]] = [
      container),
     (ValueError, r"fully\_shard expects a 1D or 2D DeviceMesh but got DeviceMesh",
      three_dimensions),
+    (
+        RuntimeError,
+        "^FSDP state has already been lazily initialized for 0\nFSDP requires running forward "
+        "through the root module first",
+        layer_first,
+    ),
+    (RuntimeError, "^FSDP requires a single root module but got ", root_of_two),
 ]  # fmt: skip
 
 

@@ -96,14 +96,16 @@ class Root(UnitTree):
         for unit, name in zip(self.units, names, strict=True):
             if unit.root is not None and not unit.root.is_provisional:
                 raise RuntimeError(
-                    f"'{name}' ran forward before, as a root of its own, but the first "
-                    "forward has to be the root module's. Run the outermost sharded module first."
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    f"FSDP requires running forward through the root module first, but '{name}' "
+                    "ran forward before, as a root of its own. Run the outermost sharded module "
+                    "first."
                 )
         if len(self.units[0].modules) > 1 and not self.is_provisional:
             raise RuntimeError(
-                f"the unit that ran forward first has {len(self.units[0].modules)} modules, but "
-                "the root must be a single module. Call fully_shard on the module that contains "
-                "them, too."
+                f"FSDP requires a single root module but got {len(self.units[0].modules)} modules, "
+                "those of the unit that ran forward first. Call fully_shard on the module that "
+                "contains them, too."
             )
         for unit, name in zip(self.units[1:], names[1:], strict=True):
             if unit.settings.finalizes_by_hand and not self.is_provisional:
