@@ -130,6 +130,12 @@ class _Blank:
     dtype: torch.dtype
 
 
+def in_order_of_names(state: State) -> State:
+    """Order the states by name, so that ranks whose optimizers differ gather them in one order."""
+    states = dict(sorted(state["state"].items(), key=lambda item: str(item[0])))
+    return {**state, "state": states}
+
+
 def as_rank_0_has_it(state: State, unit: Unit) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 

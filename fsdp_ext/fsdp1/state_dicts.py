@@ -29,6 +29,7 @@ from fsdp_ext.fsdp1.optimizer_states import (
     check_names,
     check_state,
     from_rank_0,
+    in_order_of_names,
     received,
     saved_group,
     shard_values,
@@ -387,6 +388,8 @@ class StateDictMethods:
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
                 state = as_rank_0_has_it(state, unit)
+            else:
+                state = in_order_of_names(state)
             state = with_values(state, convert)
         return state if keeps else {}
 
