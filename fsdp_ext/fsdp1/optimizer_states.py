@@ -136,13 +136,25 @@ def in_order_of_names(state: State) -> State:
     return {**state, "state": states}
 
 
-def as_rank_0_has_it(state: State, unit: Unit) -> State:
+def as_rank_0_has_it(state: State, unit: Unit, *, keeps_plain: bool) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
     Values that rank 0 lacks are left out, as by FSDP1.
+
+    Args:
+        state: the state, whose DTensors will be gathered.
+        unit: any unit of the model.
+        keeps_plain: whether each rank keeps its states without DTensors, which may be of parameters
+            that other ranks lack. FSDP1 does so with ``use_orig_params=True``.
     """
+    states = state["state"]
+    plain = {
+        name: values
+        for name, values in states.items()
+        if keeps_plain and not any(isinstance(value, DTensor) for value in values.values())
+    }
     group = unit.ranks.shard_group
-    mine = {name: list(values) for name, values in state["state"].items()}
+    mine = {name: list(values) for name, values in states.items() if name not in plain}
     of_ranks = exchange(unit, mine, [group])
     wanted: dict[str, list[str]] = of_ranks[0]
     for rank, has in enumerate(of_ranks):
@@ -154,10 +166,8 @@ def as_rank_0_has_it(state: State, unit: Unit) -> State:
                 f"{dist.get_global_rank(group, rank)} has none, or not all, of {missing}. Make the "
                 "optimizer of the same parameters on all ranks, and step it on all of them."
             )
-    ordered = {
-        name: {key: state["state"][name][key] for key in keys} for name, keys in wanted.items()
-    }
-    return {**state, "state": ordered}
+    gathered = {name: {key: states[name][key] for key in keys} for name, keys in wanted.items()}
+    return {**state, "state": gathered | plain}
 
 
 def from_rank_0(state: State, unit: Unit, params: Mapping[str, nn.Parameter]) -> State:
