@@ -131,21 +131,26 @@ class _Blank:
 
 
 def in_order_of_names(state: State) -> State:
-    """Order the states by name, so that ranks whose optimizers differ gather them in one order."""
-    states = dict(sorted(state["state"].items(), key=lambda item: str(item[0])))
+    """Order the states and the values in each by name, so that all ranks gather in one order."""
+    states = {name: _sorted(values) for name, values in _sorted(state["state"]).items()}
     return {**state, "state": states}
+
+
+def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(sorted(values.items(), key=lambda item: str(item[0])))
 
 
 def as_rank_0_has_it(state: State, unit: Unit, *, keeps_plain: bool) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
-    Values that rank 0 lacks are left out, as by FSDP1.
+    Other values that rank 0 lacks are left out, as by FSDP1 with ``use_orig_params=False``.
 
     Args:
         state: the state, whose DTensors will be gathered.
         unit: any unit of the model.
-        keeps_plain: whether each rank keeps its states without DTensors, which may be of parameters
-            that other ranks lack. FSDP1 does so with ``use_orig_params=True``.
+        keeps_plain: whether each rank keeps its states without a DTensor as they are. They belong
+            to plain parameters, which other ranks may lack. FSDP1 keeps them with
+            ``use_orig_params=True``.
     """
     states = state["state"]
     plain = {

@@ -387,7 +387,7 @@ class StateDictMethods:
 
         with gathered_by_all([unit] if form.is_full else [], caller):
             if form.is_full:
-                keeps_plain = cls.fsdp_modules(model)[0]._use_orig_params
+                keeps_plain = all(each._use_orig_params for each in cls.fsdp_modules(model))
                 state = as_rank_0_has_it(state, unit, keeps_plain=keeps_plain)
             else:
                 state = in_order_of_names(state)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
 
-# With offload_to_cpu, PyTorch 2.13 returns exp_avg_sq as exp_avg, too, on the CPU.
+# On the CPU with offload_to_cpu, PyTorch 2.13 returns the values of exp_avg_sq under both names.
 FULL_ON_DEVICE = (
     StateDictType.FULL_STATE_DICT,
     FullStateDictConfig(),
@@ -34,10 +34,13 @@ def sharded_states(use_orig_params: bool) -> None:
         params = list(wrapped.parameters())
         optimizer = adamw(params[::-1] if reverses and dist.get_rank() == 1 else params)
         train(wrapped, model, optimizer, steps=1)
+        if reverses and dist.get_rank() == 1:
+            for param, values in optimizer.state.items():
+                optimizer.state[param] = dict(reversed(values.items()))
         FSDP.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT)
         states = FSDP.optim_state_dict(wrapped, optimizer)["state"]
         orders: list[Any] = [None, None]
-        dist.all_gather_object(orders, list(states))
+        dist.all_gather_object(orders, [(name, list(values)) for name, values in states.items()])
         assert orders[0] == orders[1]
         found.append({name: values["exp_avg"].full_tensor() for name, values in states.items()})
     assert_equal(*found)
