@@ -26,12 +26,12 @@ def read_when_set() -> None:
 
     @functools.wraps(torchs)
     def read_and_set(model: Any, model_state_dict: Any, **kwargs: Any) -> Any:
-        read = {name: torch.detach(v) for name, v in model_state_dict.items() if _is_lazy(v)}
-        # PyTorch puts shards into the caller's dict, so that whole tensors can be freed. The caller
-        # does not hold tensors that are read here, and a copy has the dict's _metadata, too.
-        if read:
+        # PyTorch puts shards in the place of whole tensors, which frees them. So only the dict that
+        # it gets may hold a tensor that is read here. The copy has the dict's _metadata, too.
+        if model_state_dict and any(map(_is_lazy, model_state_dict.values())):
             model_state_dict = copy.copy(model_state_dict)
-            model_state_dict.update(read)
+            for name in [name for name, value in model_state_dict.items() if _is_lazy(value)]:
+                model_state_dict[name] = torch.detach(model_state_dict[name])
         return torchs(model, model_state_dict, **kwargs)
 
     setattr(module, _NAME, read_and_set)
