@@ -20,7 +20,7 @@ from fsdp_ext.checkpoint.transfers import (
     to_send,
 )
 from fsdp_ext.checkpoint.weights import Weight, weights_by_unit
-from fsdp_ext.comm.inline_group import all_gather
+from fsdp_ext.comm.collectives import all_gather
 
 
 def stream_weights(
@@ -125,8 +125,8 @@ def _whole(
 class _Flight:
     """The gathers of a unit, in flight.
 
-    Parameters that one dimension of a mesh shares are in flight together. Other ones, such as those
-    that tensor parallelism has cut, too, are gathered when they are needed.
+    Parameters sharded over one dimension of a mesh are in flight together. Other ones, such as
+    those that tensor parallelism has cut, too, are gathered when they are needed.
     """
 
     def __init__(self, weights: list[Weight], dtype: torch.dtype | None) -> None:
@@ -137,8 +137,8 @@ class _Flight:
             if found := shared(weight.tensor):
                 one = _Arriving(weight, to_send(weight, self._dtype), *found)
                 self._arriving[weight.names[0]] = one
-                # One gather for each: gloo's coalesced all-gather corrupts the host's memory if
-                # a group has two of them in flight.
+                # Not coalesced: in gloo, two coalesced all-gathers of one group in flight corrupt
+                # the heap (docs/reliability.md, "Not covered").
                 one.work = all_gather(one.output, one.sent(), one.group, async_op=True)
 
     @torch.inference_mode(False)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fsdp_ext import _C
+from fsdp_ext.comm.collectives import all_gather, reduce_scatter
 from fsdp_ext.comm.rendezvous import backend_name
 
 # Backends of the host that are written in C++ and serve any thread.
@@ -84,7 +85,7 @@ class InlineCollectives:
         """Sum this rank's part of the ranks' 1-D inputs into ``output``."""
         group: Any = self._group
         if type(group) is dist.ProcessGroup:
-            _single("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
+            reduce_scatter(output, input, group)
         elif self._reduce_scatter is not None:
             getattr(group, self._reduce_scatter)(output, input, ReduceScatterOptions()).wait()
         elif _overridden(group, ("reduce_scatter",)) is not None:
@@ -100,15 +101,6 @@ class InlineCollectives:
         dist.all_reduce(data, group=self._group)
 
 
-def all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Call PyTorch's all-gather of one tensor by the name that this version does not warn about."""
-    gather = _single("all_gather_single", "all_gather_into_tensor")
-    work: dist.Work | None = gather(output, input, group=group, async_op=async_op)
-    return work
-
-
 def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:
     """Return the first of the methods that the group's class itself defines."""
     for name in names:
@@ -116,8 +108,3 @@ def _overridden(group: dist.ProcessGroup, names: tuple[str, ...]) -> str | None:
         if own is not None and own is not getattr(dist.ProcessGroup, name, None):
             return name
     return None
-
-
-def _single(name: str, older_name: str) -> Any:
-    """Return a function of ``torch.distributed`` by its newer name, or else its older one."""
-    return getattr(dist, name, None) or getattr(dist, older_name)
