@@ -111,8 +111,8 @@ def texts_if_different(
     texts = [message.rstrip(b"\0").decode().partition("\n") for message in messages]
     if len(names := sorted({name for name, _, _ in texts})) > 1:
         raise RuntimeError(
-            f"ranks are in different comparisons: {' and '.join(names)}. An earlier forward has "
-            "raised on some ranks alone. Call forward on all ranks again."
+            f"ranks are in different comparisons: {' and '.join(names)}. An earlier forward or "
+            "unshard() has raised on some ranks alone. Call it on all ranks again."
         )
     return [text for _, _, text in texts]
 

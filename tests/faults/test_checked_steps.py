@@ -309,8 +309,11 @@ def test_simulated_ranks_are_not_compared() -> None:
 def _disagree() -> str:
     every = 100 if dist.get_rank() == 0 else None
     model = sharded(check_every=every)
+    with pytest.raises(ValueError, match="check_every is") as at_first:
+        model.unshard()
     with pytest.raises(ValueError, match="check_every is") as raised:
         step(model)
+    assert str(at_first.value) == str(raised.value)
     return str(raised.value)
 
 

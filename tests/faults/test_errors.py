@@ -546,7 +546,7 @@ def _in_different_comparisons() -> None:
             with mock.patch.object(Root, "_resolve", side_effect=OSError), raises(OSError):
                 model(torch.ones(1, 4))
         different = "in different comparisons: .*of check_every.* and .*ranks' groups"
-        with raises(RuntimeError, different, "Call forward on all"):
+        with raises(RuntimeError, different, "Call it on all"):
             model(torch.ones(1, 4))
         model(torch.ones(1, 4)).sum().backward()
 

@@ -15,8 +15,8 @@ from fsdp_ext.sharding.params.settings import RootSettings
 from fsdp_ext.sharding.root.step_checks import AllGather, MeshRanks
 from fsdp_ext.sharding.root.unit import Unit
 
-_GROUPS = "the comparison of the ranks' groups in the first forward"
-_PARAMETERS = "the comparison of the ranks' parameters in the first forward"
+_GROUPS = "the comparison of the ranks' groups"
+_PARAMETERS = "the comparison of the ranks' parameters"
 
 
 def compare_groups(

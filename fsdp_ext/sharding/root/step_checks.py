@@ -17,7 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext.comm.lanes import texts_if_different
 
 _COMPARISON = "the comparison of all ranks at the end of a checked step"
-_AGREEMENT = "the comparison of check_every in the first forward"
+_AGREEMENT = "the comparison of check_every"
 _OUTDATED = 2  # a value of StepChecksum.gathered_ahead
 _NAMED = 5  # findings that an error lists
 _REPLACE = "replace the machine of the rank that is wrong, and resume from an older checkpoint."
