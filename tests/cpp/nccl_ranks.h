@@ -80,7 +80,8 @@ class NcclRanks : public ::testing::Test {
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
     use_version(22809);
-    // Failed communicators stay. Those whose peers have gone close later, in threads of their own.
+    // Revoked communicators stay, aborted or not. Those whose peers have gone close later, in
+    // threads of their own.
     const int expected = live_before_ + left_behind_;
     for (int i = 0; i < 5000 && fake().live_communicators != expected; ++i) {
       std::this_thread::sleep_for(milliseconds(1));

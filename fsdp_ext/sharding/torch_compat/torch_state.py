@@ -173,7 +173,7 @@ class _StateContextView(_View):
 
     @property
     def all_states(self) -> list[StateView]:
-        """The units of the root; only this one before the first forward."""
+        """The views of the root's modules; before the first forward only this unit's."""
         root = self._unit.root
         units: list[Unit] = [self._unit] if root is None else root.units
         views = dict.fromkeys(view_of(unit.modules[0]) for unit in units)
