@@ -137,8 +137,8 @@ class _Flight:
             if found := shared(weight.tensor):
                 one = _Arriving(weight, to_send(weight, self._dtype), *found)
                 self._arriving[weight.names[0]] = one
-                # Not coalesced: in gloo, two coalesced all-gathers of one group in flight corrupt
-                # the heap (docs/reliability.md, "Not covered").
+                # Gathers are not coalesced: two coalesced ones of a gloo group in flight at once
+                # corrupt the heap (docs/reliability.md, "Not covered").
                 one.work = all_gather(one.output, one.sent(), one.group, async_op=True)
 
     @torch.inference_mode(False)

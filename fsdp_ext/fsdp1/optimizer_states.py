@@ -143,14 +143,14 @@ def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def as_rank_0_has_it(state: State, unit: Unit, *, keeps_plain: bool) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
-    Other values that rank 0 lacks are left out, as by FSDP1 with ``use_orig_params=False``.
+    Values that rank 0 lacks are left out, except those that ``keeps_plain`` is about.
 
     Args:
         state: the state, whose DTensors will be gathered.
         unit: any unit of the model.
         keeps_plain: whether each rank keeps its states without a DTensor as they are. They belong
             to plain parameters, which other ranks may lack. FSDP1 keeps them with
-            ``use_orig_params=True``.
+            ``use_orig_params=True``, and otherwise leaves out what rank 0 lacks.
     """
     states = state["state"]
     plain = {

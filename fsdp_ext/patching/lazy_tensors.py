@@ -26,8 +26,8 @@ def read_when_set() -> None:
 
     @functools.wraps(torchs)
     def read_and_set(model: Any, model_state_dict: Any, **kwargs: Any) -> Any:
-        # PyTorch puts shards in the place of whole tensors, which frees them. So only the dict that
-        # it gets may hold a tensor that is read here. The copy has the dict's _metadata, too.
+        # PyTorch replaces whole tensors in its dict with shards, to free their memory. If another
+        # dict had the tensors that are read here, they would stay. A copy keeps _metadata.
         if model_state_dict and any(map(_is_lazy, model_state_dict.values())):
             model_state_dict = copy.copy(model_state_dict)
             for name in [name for name, value in model_state_dict.items() if _is_lazy(value)]:

@@ -326,9 +326,9 @@ FAKE_NCCL_API Result ncclCommDestroy(Comm comm) {
 
 // As in NCCL, aborting and revoking may come while another thread is in a call. Revoked
 // communicators live until the process ends, and freeing aborted ones would race with that thread.
-// So both are retained here, where a leak checker finds them. live_communicators counts a revoked
-// communicator even if it is aborted later. Otherwise it would depend on the machine's load,
-// because the watchdog aborts a communicator only if a call returns late.
+// So both are retained here, where a leak checker finds them. A revoked communicator stays in
+// live_communicators even if it is aborted later. The watchdog aborts it only if a call returns
+// late, so the count would otherwise depend on the machine's load.
 static void retain(Comm comm) {
   static auto* const retained = new std::vector<Comm>;  // never destroyed
   const std::lock_guard<std::mutex> lock(mutex);

@@ -80,8 +80,8 @@ class NcclRanks : public ::testing::Test {
     fake().polls_in_progress = 2;
     fake().can_revoke = true;
     use_version(22809);
-    // Revoked communicators stay, aborted or not. Those whose peers have gone close later, in
-    // threads of their own.
+    // The count includes revoked communicators, aborted or not. Communicators whose peers have
+    // gone are closed later, in other threads.
     const int expected = live_before_ + left_behind_;
     for (int i = 0; i < 5000 && fake().live_communicators != expected; ++i) {
       std::this_thread::sleep_for(milliseconds(1));

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
 
-# On the CPU with offload_to_cpu, PyTorch 2.13 returns the values of exp_avg_sq under both names.
+# With offload_to_cpu on CPUs, PyTorch 2.13 puts the values of exp_avg_sq into exp_avg, too.
 FULL_ON_DEVICE = (
     StateDictType.FULL_STATE_DICT,
     FullStateDictConfig(),
