@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "another prefetch depth leaves the ring as it was",
-        f"{CORE}/units/bucket_set.h",
+        f"{CORE}/units/unit_set.h",
         "planned_depth_ == options_.prefetch_depth",
         "planned_depth_ != kNotPlanned",
         cpp=CPP,
@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault(
         "other buckets are formed although gradients are accumulated",
-        f"{CORE}/units/bucket_set.cpp",
+        f"{CORE}/units/unit_set.cpp",
         "differs && !waits",
         "differs",
         within="if (differs && !waits) {",
@@ -303,7 +303,7 @@ FAULTS = (
     ),
     Fault(
         "the ring has no slots for what the user prefetches in backward",
-        f"{CORE}/units/bucket_set.cpp",
+        f"{CORE}/units/unit_set.cpp",
         "std::max({depth, unit->forward_prefetch.size(), unit->backward_prefetch.size()})",
         "std::max({depth, unit->forward_prefetch.size()})",
         cpp=CPP,
@@ -588,7 +588,7 @@ FAULTS = (
     Fault(
         "buckets change although gathers ahead of forward use the ring",
         f"{CORE}/schedule/pipeline.cpp",
-        "is_ahead_ && bucket_set_.is_stale()",
+        "is_ahead_ && units_.is_stale()",
         "false",
         cpp=CPP,
         python=("prefetch_api",),

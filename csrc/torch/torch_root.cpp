@@ -84,7 +84,7 @@ void TorchRoot::retire() {
 
 void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig config) {
   const std::string name = config.name;
-  const int number = pipeline_->add_unit(std::move(config), *unit);
+  const int number = pipeline_->units().add(std::move(config), *unit);
   unit->join(shared_from_this(), name, number);
   units_.push_back(unit);
 }
@@ -194,7 +194,7 @@ void TorchRoot::abandon_forward(const TorchUnit& unit) {
     passes().leave_forward();
     try {
       const py::gil_scoped_release no_gil;
-      pipeline_->abandon_forward();
+      pipeline_->units().put_away_parameters();
     } catch (const std::exception&) {
       // The forward has replaced a parameter. The next forward reports it, and this one raises its
       // own error.
@@ -220,7 +220,7 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
       return;
     }
     if (gil && number == passes().number() && pipeline_ != nullptr) {
-      pipeline_->abandon_forward();
+      pipeline_->units().put_away_parameters();
     }
   } catch (const std::exception&) {
     // A user has replaced a parameter. The next forward reports it.
@@ -424,7 +424,7 @@ void TorchRoot::apply(int unit, UnitSettings settings) {
              "set_gradient_divide_factor was called on unit '", pipeline_->unit(unit).name,
              "', which has accumulated gradients, while forward or backward runs. Call it before "
              "or after.");
-  pipeline_->apply(unit, std::move(settings));
+  pipeline_->units().apply(unit, std::move(settings));
   if (!scales_accumulated) {
     return;
   }

@@ -84,7 +84,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Cleans up if a forward or backward has failed: Pipeline::reset. Warns if gradients of earlier
   // backwards are lost.
   void recover();
-  // Pipeline::apply. If the pack scale changes, this also scales what the unit has accumulated.
+  // UnitSet::apply. If the pack scale changes, this also scales what the unit has accumulated.
   void apply(int unit, UnitSettings settings);
   // Reduces the gradients that backwards without gradient sync have accumulated. For callers that
   // do not know before a backward that it is the last.

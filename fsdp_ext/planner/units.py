@@ -196,7 +196,7 @@ class PlannedRoot(UnitTree):
         return any(unit.forward_prefetch or unit.backward_prefetch for unit in self.units)
 
     def most_ahead(self) -> int:
-        """Return the largest number of prefetched gathers, as ``BucketSet::plan_memory`` does."""
+        """Return the largest number of prefetched gathers, as ``UnitSet::plan_memory`` does."""
         lists = [
             targets for u in self.units for targets in (u.forward_prefetch, u.backward_prefetch)
         ]

@@ -38,10 +38,10 @@ TEST_P(BucketsOnRanks, TrainAsSingleUnitsDo) {
 TEST(Buckets, AreFormedByTheFirstIterationOrOnCommandAndNotByAsking) {
   on_bucketed_ranks(1, [](Rank& rank, int) {
     EXPECT_EQ(rank.pipeline->unit(1).bucket, nullptr);
-    EXPECT_TRUE(rank.pipeline->buckets().empty());
-    rank.pipeline->form_buckets();
+    EXPECT_TRUE(rank.pipeline->units().buckets().empty());
+    rank.pipeline->units().form_if_none();
     const Bucket* bucket = rank.pipeline->unit(1).bucket;
-    rank.pipeline->form_buckets();
+    rank.pipeline->units().form_if_none();
     EXPECT_EQ(rank.pipeline->unit(1).bucket, bucket);
   });
 }

@@ -11,7 +11,7 @@ template <typename Change>
 void change_settings(Pipeline& pipeline, int unit, const Change& change) {
   UnitSettings settings = pipeline.unit(unit);
   change(settings);
-  pipeline.apply(unit, std::move(settings));
+  pipeline.units().apply(unit, std::move(settings));
 }
 
 inline void set_requires_gradient_sync(Pipeline& pipeline, int unit, bool value) {

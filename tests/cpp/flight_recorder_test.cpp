@@ -198,7 +198,7 @@ struct Lonely {
     PipelineOptions options;
     options.check_order = false;
     Pipeline pipeline(lanes, options);
-    pipeline.add_unit({"lonely", FakeUnit::make_layout(2, "w")}, unit);
+    pipeline.units().add({"lonely", FakeUnit::make_layout(2, "w")}, unit);
     pipeline.begin_forward();
     try {
       pipeline.pre_forward(0);

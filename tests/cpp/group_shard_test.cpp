@@ -70,7 +70,7 @@ std::vector<int> first_units(const std::vector<CollectiveRecord>& records, Colle
 }
 
 bool keeps_anything(const Rank& rank) {
-  const auto& buckets = rank.pipeline->buckets();
+  const auto& buckets = rank.pipeline->units().buckets();
   return std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {
     return bucket->gather.group() != nullptr && bucket->gather.group()->kept_from.valid;
   });
@@ -201,7 +201,7 @@ TEST(GroupShards, OverflowSlotsAreReadBeforeTheyAreFreed) {
 TEST(GroupShards, TakeOneOfKPartsOfABucketAndNoMoreStaging) {
   on_grouped_ranks([](Rank& rank, int) {
     rank.step(1.0F);
-    for (const auto& bucket : rank.pipeline->buckets()) {
+    for (const auto& bucket : rank.pipeline->units().buckets()) {
       const BucketBuffers plain = buffers_of(bucket->layout, GatherBy::Packing, MessageLimits{});
       const bool is_root = bucket->number == 0;
       EXPECT_EQ(bucket->buffers.group_shard,
@@ -218,7 +218,7 @@ TEST(GroupShards, SettingAllRanksAgainFreesThem) {
       set_reshard_after_forward(*rank.pipeline, i, true);
     }
     expect_steps_train(rank, r, kRanks, {});
-    for (const auto& bucket : rank.pipeline->buckets()) {
+    for (const auto& bucket : rank.pipeline->units().buckets()) {
       EXPECT_EQ(bucket->gather.group(), nullptr);
     }
   });

@@ -395,7 +395,7 @@ TEST(Pipeline, TwoSchedulesShareTheLanesAndOneMayEndWhileTheOtherRuns) {
   on_ranks(2, 3, [](Rank& rank, int r) {
     auto other = std::make_unique<Pipeline>(rank.lanes, PipelineOptions{});
     FakeUnit unit(9, FakeUnit::make_layout(2, "other"), r);
-    other->add_unit({"other", FakeUnit::make_layout(2, "other")}, unit);
+    other->units().add({"other", FakeUnit::make_layout(2, "other")}, unit);
     for (int step = 0; step < 3; ++step) {
       const std::vector<int> order = rank.in_order();
       const std::vector<CallId> calls = rank.forward(order);
@@ -460,7 +460,7 @@ TEST(Pipeline, APeerThatNeverComesEndsInAnErrorThatNamesTheUnit) {
                            std::chrono::milliseconds(50));
   FakeUnit unit(0, FakeUnit::make_layout(2, "w"), 0);
   Pipeline pipeline(lanes, options);
-  pipeline.add_unit({"lonely", FakeUnit::make_layout(2, "w")}, unit);
+  pipeline.units().add({"lonely", FakeUnit::make_layout(2, "w")}, unit);
   pipeline.begin_forward();
   try {
     pipeline.pre_forward(0);

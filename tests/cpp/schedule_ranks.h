@@ -198,7 +198,7 @@ class Rank {
       const std::size_t limit =
           static_cast<std::size_t>(message_rows * world_size * kColumns) * sizeof(float);
       config.message_limits = {limit, limit};
-      pipeline->add_unit(std::move(config), *units[static_cast<std::size_t>(i)]);
+      pipeline->units().add(std::move(config), *units[static_cast<std::size_t>(i)]);
     }
     pipeline->gatherer().set_poison_released_slots(false);
   }
@@ -295,7 +295,7 @@ inline void on_bucketed_ranks(int world_size, const std::function<void(Rank&, in
 
 inline std::vector<std::vector<int>> buckets_of(const Rank& rank) {
   std::vector<std::vector<int>> buckets;
-  for (const auto& bucket : rank.pipeline->buckets()) {
+  for (const auto& bucket : rank.pipeline->units().buckets()) {
     buckets.emplace_back();
     for (const Unit* unit : bucket->units) {
       buckets.back().push_back(unit->number);

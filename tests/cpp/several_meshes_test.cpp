@@ -98,7 +98,7 @@ class MeshRank : public Rank {
         static_cast<std::size_t>(setting.message_rows * kRanks * kColumns) * sizeof(float);
     config.message_limits = {limit, limit};
     config.mesh = of_set ? 1 : 0;
-    pipeline->add_unit(std::move(config), *units.back());
+    pipeline->units().add(std::move(config), *units.back());
   }
 
   int sets_;

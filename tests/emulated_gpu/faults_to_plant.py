@@ -179,8 +179,8 @@ NOT_SEEN = {
     "core/agree/backward_exchange.cpp join: compute.wait(*received_, kExchange);": (
         "it orders collectives of ranks, not memory, and tests with replays have no replicas"
     ),
-    "core/units/bucket_set.cpp form: gatherer.synchronize();": AFTER_USE,
-    "core/units/bucket_set.cpp form: reducer.synchronize();": AFTER_USE,
+    "core/units/unit_set.cpp form: gatherer_.synchronize();": AFTER_USE,
+    "core/units/unit_set.cpp form: reducer_.synchronize();": AFTER_USE,
     "core/gather/gatherer.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
     "core/gather/gatherer.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,

@@ -13,14 +13,15 @@ Pipeline::Pipeline(Lanes& lanes, PipelineOptions options, Lanes* replicas)
       device_(*lanes.device),
       options_(options),
       ledger_(device_),
+      units_(lanes, options_, forward_order_, backward_order_, gatherer_, reducer_, order_check_,
+             exchange_),
       exchange_(lanes, replicas, options_.has_peers, options_.mesh_ranks),
       order_check_(lanes, exchange_),
-      bucket_set_(lanes, options_, units_, order_check_),
       announcer_(options_, passes_, order_check_, ledger_),
       gatherer_(device_, *lanes.packer, lanes.gather, ledger_, announcer_),
       reducer_(device_, *lanes.packer, lanes.reduce,
                replicas == nullptr ? nullptr : &replicas->reduce, ledger_, announcer_),
-      reduction_order_(units_, reducer_) {
+      reduction_order_(units_.all(), reducer_) {
   FSDP_CHECK(options_.prefetch_depth >= 0, "The prefetch depth is ", options_.prefetch_depth,
              ". It must be 0 or more.");
 }
@@ -39,19 +40,19 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   }
   ledger_.enter_phase(Phase::Forward);
   pass_ = ledger_.open(device_.compute_stream(), Work::Forward, kAllUnits);
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_.all()) {
     unit->entering = kNoCall;  // of a forward that ended in an exception
   }
-  shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
+  shards_have_changed_ = gatherer_.reshard_outdated(units_.all()) || shards_have_changed_;
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
     finish_recording();
   }
   if (device_.is_capturing() || gatherer_.has_been_captured()) {
     reshard_for_capture();
-  } else if (is_ahead_ && bucket_set_.is_stale()) {
+  } else if (is_ahead_ && units_.is_stale()) {
     drop_prefetched();  // the update below may change buckets and memory, so no slot may be in use
   }
-  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
+  units_.update();
   if (with_gradient) {
     lend_gradients();
   }
@@ -68,7 +69,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
 // A captured graph has to contain all gathers of its step. Its replays write slots and shards
 // without a new version, so later forwards gather all units anew.
 void Pipeline::reshard_for_capture() {
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_.all()) {
     if (!unit->is_summoned) {
       gatherer_.reshard(*unit);
     }
@@ -79,7 +80,7 @@ void Pipeline::reshard_for_capture() {
 // A captured CUDA graph writes gradients to fixed addresses, so they have to keep their memory.
 void Pipeline::lend_gradients() {
   if (!gatherer_.has_been_captured()) {
-    reducer_.lend_gradients(buckets());
+    reducer_.lend_gradients(units_.buckets());
   }
 }
 
@@ -102,7 +103,7 @@ void Pipeline::end_forward(bool with_gradient) try {
 
 // Reshards the units that were prefetched and did not run.
 void Pipeline::drop_prefetched() {
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_.all()) {
     if (unit->gather.is_speculative()) {
       gatherer_.reshard(*unit);
     }
@@ -112,19 +113,13 @@ void Pipeline::drop_prefetched() {
 
 // See Note [after an evaluation].
 void Pipeline::end_evaluation() {
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_.all()) {
     if (unit->gather.is_unsharded() && !unit->gather.is_held() &&
         !unit->keeps_slot_after_evaluation) {
       gatherer_.reshard(*unit);
     }
   }
-  put_away_parameters();
-}
-
-void Pipeline::put_away_parameters() {
-  for (const auto& unit : units_) {
-    unit->gather.put_away(unit->port);
-  }
+  units_.put_away_parameters();
 }
 
 CallId Pipeline::pre_forward(int number) try {
@@ -235,9 +230,9 @@ void Pipeline::prefetch_next_forward() try {
   if (!has_order || device_.is_capturing() || gatherer_.has_been_captured()) {
     return;
   }
-  shards_have_changed_ = gatherer_.reshard_outdated(units_) || shards_have_changed_;
+  shards_have_changed_ = gatherer_.reshard_outdated(units_.all()) || shards_have_changed_;
   drop_prefetched();  // the gathers of an earlier call
-  bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
+  units_.update();
   gatherer_.begin_iteration();
   is_ahead_ = true;
   prefetch_buckets(nullptr, options_.prefetch_depth + 1, next_of_forward());
@@ -430,8 +425,8 @@ void Pipeline::recompute(Unit& unit) {
 void Pipeline::end_backward() try {
   take_steps(backward_order_.steps().size());
   reduction_order_.end_backward();
-  exchange_.begin(units_);
-  for (auto position = units_.rbegin(); position != units_.rend(); ++position) {
+  exchange_.begin(units_.all());
+  for (auto position = units_.all().rbegin(); position != units_.all().rend(); ++position) {
     Unit& unit = **position;
     ledger_.close(unit.computing, device_.compute_stream());
     if (runs_forward(unit)) {
@@ -444,10 +439,10 @@ void Pipeline::end_backward() try {
     }
   }
   gatherer_.invalidate_group_shards();  // another backward may follow an optimizer's step
-  exchange_.end(units_);  // before a wait for a reduction that not all ranks have issued
-  reducer_.end_updates(units_);
+  exchange_.end(units_.all());  // before a wait for a reduction that not all ranks have issued
+  reducer_.end_updates(units_.all());
   if (options_.is_last_backward || device_.is_capturing() || gatherer_.has_been_captured()) {
-    reducer_.wait(buckets());
+    reducer_.wait(units_.buckets());
   }
   if (!gatherer_.keeps_inputs()) {
     gatherer_.finish_reading_host();  // backward has cast shards, too: Note [gather inputs]
@@ -468,13 +463,19 @@ void Pipeline::end_backward() try {
   fail(error);
 }
 
-void Pipeline::wait_for_reductions() try { reducer_.wait(buckets()); } catch (const Error& error) {
+void Pipeline::wait_for_reductions() try {
+  reducer_.wait(units_.buckets());
+} catch (const Error& error) {
+  fail(error);
+}
+
+void Pipeline::update_buckets() try { units_.update(); } catch (const Error& error) {
   fail(error);
 }
 
 void Pipeline::finish_recording() {
   forward_order_.finish_recording();
-  bucket_set_.invalidate_partition();
+  units_.invalidate_partition();
 }
 
 // A unit that runs again before its backward has passed it gets a new span. The span begins where
@@ -497,7 +498,7 @@ void Pipeline::unshard(int number, CallId expected) try {
     forward_order_.expect(expected);
   }
   if (passes_.is_between()) {
-    bucket_set_.update(forward_order_, gatherer_, reducer_, exchange_);
+    units_.update();
   }
   Unit& unit = this->unit(number);
   if (unit.gather.is_put_away()) {
@@ -547,26 +548,21 @@ void Pipeline::reshard(int number) try {
 
 // - Passes that fail
 
-void Pipeline::abandon_forward() {
-  passes_.leave_forward();
-  put_away_parameters();
-}
-
 bool Pipeline::reset(After what) try {
   const bool is_backward = passes_.in_backward();
   const bool drops_gradients = is_backward || what == After::Anything;
-  const bool loses_gradients = is_backward && reducer_.has_accumulated_before(buckets());
+  const bool loses_gradients = is_backward && reducer_.has_accumulated_before(units_.buckets());
   if (what != After::FailureInForward) {
     passes_.reset();
   }
   gatherer_.invalidate_group_shards();
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_.all()) {
     gatherer_.reshard(*unit);
     unit->entering = kNoCall;
   }
   backward_order_.reset();
   reduction_order_.reset();
-  for (const auto& bucket : buckets()) {
+  for (const auto& bucket : units_.buckets()) {
     if (drops_gradients) {
       reducer_.discard(*bucket);
     } else {
@@ -589,7 +585,7 @@ bool Pipeline::reset(After what) try {
 void Pipeline::begin_times() {
   ledger_.begin_iteration();
   if (ledger_.has_times()) {
-    Gatherer::reset_issues(buckets());
+    Gatherer::reset_issues(units_.buckets());
   }
 }
 

@@ -46,8 +46,8 @@
 #include "core/schedule/pipeline_options.h"
 #include "core/schedule/reduction_order.h"
 #include "core/units/bucket.h"
-#include "core/units/bucket_set.h"
 #include "core/units/unit.h"
+#include "core/units/unit_set.h"
 
 namespace fsdp {
 
@@ -59,9 +59,6 @@ class Pipeline {
 
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
-
-  // Add units in order of registration. The port outlives the pipeline. Returns the unit's number.
-  int add_unit(UnitConfig config, UnitPort& port);
 
   // - Forward. begin_forward and end_forward enclose the outermost unit's forward, except when it
   //   is recomputed in backward.
@@ -90,9 +87,6 @@ class Pipeline {
   void end_regions();
 
   // - Passes that fail.
-  // No forward runs any more. Users see the sharded parameters from now on: Note [after an
-  // evaluation] in core/gather/unit_gather.h.
-  void abandon_forward();
   // Cleans up after an exception in forward or backward: waits for work in flight and reshards
   // every unit. After a failed backward it drops gradients that are not reduced, because they may
   // include a part of that backward's. After a failed forward they stay, because a forward adds no
@@ -117,22 +111,18 @@ class Pipeline {
   void wait_for_unshard(int unit);
   void reshard(int unit);
 
-  // - Settings, effective from the next use on.
-  void apply(int unit, UnitSettings settings);
+  // - Between passes.
   // Makes the compute stream wait for the reductions of earlier backwards.
   void wait_for_reductions();
+  // Makes the buckets and their memory as the next forward would.
+  void update_buckets();
 
   // The prefetch depth and is_last_backward may change, between passes.
   PipelineOptions& options() { return options_; }
 
   // - The parts of the pipeline.
-  Unit& unit(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
-  // Forms the buckets if there are none, as the first forward does.
-  void form_buckets();
-  // Makes the buckets and their memory as the next forward would.
-  void update_buckets();
-  // Empty until buckets are formed.
-  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return bucket_set_.buckets(); }
+  UnitSet& units() { return units_; }
+  Unit& unit(int number) const { return units_.at(number); }
   Ledger& ledger() { return ledger_; }
   BackwardExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
@@ -144,8 +134,6 @@ class Pipeline {
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
-  void put_away_parameters();
-  void expect_unused(const Unit& unit);
   void finish_recording();
   void end_evaluation();
   auto next_of_forward();
@@ -174,10 +162,9 @@ class Pipeline {
   Ledger ledger_;
   // The destructors of the gatherer and the reducer wait for work in flight, which uses the units,
   // the exchange and the buckets. So these come first.
-  std::vector<std::unique_ptr<Unit>> units_;
+  UnitSet units_;
   BackwardExchange exchange_;
   OrderCheck order_check_;
-  BucketSet bucket_set_;
   const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
   Passes& passes_ = *shared_passes_;
   Announcer announcer_;

@@ -1,7 +1,7 @@
-// The settings of a unit, which may change between passes: Pipeline::apply. A new setting needs a
+// The settings of a unit, which may change between passes: UnitSet::apply. A new setting needs a
 // field here, a line in bindings/layout.cpp and _C.pyi, and its value in
 // fsdp_ext/sharding/root/root.py, or in unit_tree.py if the planner needs it. If buckets, their
-// memory or collectives depend on the setting, pipeline_settings.cpp has to invalidate them.
+// memory or collectives depend on the setting, UnitSet::apply has to invalidate them.
 #pragma once
 
 #include <cstddef>

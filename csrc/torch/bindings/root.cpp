@@ -50,7 +50,7 @@ const char* phase(TorchRoot& root) {
 
 // Whether there are gradients of backwards without gradient sync, packed or shown.
 bool has_unreduced(TorchRoot& root) {
-  return have_accumulated(root.pipeline().buckets()) ||
+  return have_accumulated(root.pipeline().units().buckets()) ||
          std::any_of(root.units().begin(), root.units().end(),
                      [](const auto& unit) { return unit->shown_gradients().any(); });
 }
@@ -80,7 +80,7 @@ void keep_times(TorchRoot& root, std::size_t iterations) {
     drained = false;
   }
   Pipeline& pipeline = root.pipeline();
-  pipeline.ledger().keep_times(iterations, moments_of(pipeline.buckets()), drained);
+  pipeline.ledger().keep_times(iterations, moments_of(pipeline.units().buckets()), drained);
 }
 
 // The fields of class Span in fsdp_ext/profiler/recording.py, where they are documented. A time
@@ -147,7 +147,7 @@ py::dict describe(const Bucket& bucket) {
 py::dict memory_of(TorchRoot& root) {
   const BufferRing* ring = root.pipeline().gatherer().ring();
   std::size_t of_buckets = 0;
-  for (const auto& bucket : root.pipeline().buckets()) {
+  for (const auto& bucket : root.pipeline().units().buckets()) {
     of_buckets += bucket->buffer_bytes();
   }
   py::dict result;
@@ -230,7 +230,7 @@ void register_schedule(RootClass& bound) {
       .def("form_buckets", [](TorchRoot& root) {
         const UseOfRoot use(root);
         const py::gil_scoped_release no_gil;  // it waits for the lanes
-        root.pipeline().form_buckets();
+        root.pipeline().units().form_if_none();
       });
 }
 
@@ -242,8 +242,8 @@ void register_gradients(RootClass& bound) {
              const UseOfRoot use(root);
              const py::gil_scoped_release no_gil;  // it waits for the device
              Pipeline& pipeline = root.pipeline();
-             const auto found = pipeline.reducer().nonfinite_gradients().find(pipeline.buckets(),
-                                                                              root.units().size());
+             const auto found = pipeline.reducer().nonfinite_gradients().find(
+                 pipeline.units().buckets(), root.units().size());
              return std::vector<bool>(found.begin(), found.end());
            })
       .def("accumulated",
@@ -306,7 +306,7 @@ void register_measurements(RootClass& bound) {
       .def("buckets",
            [](TorchRoot& root) {
              py::list result;
-             for (const auto& bucket : root.pipeline().buckets()) {
+             for (const auto& bucket : root.pipeline().units().buckets()) {
                result.append(describe(*bucket));
              }
              return result;

@@ -132,7 +132,7 @@ TEST(CudaPlan, MarksOfNanAreFreedAfterTheyAreCopied) {
     rank.forward();
     allocation_delay = std::chrono::milliseconds(0);
     const std::vector<char> found = rank.pipeline->reducer().nonfinite_gradients().find(
-        rank.pipeline->buckets(), rank.units.size());
+        rank.pipeline->units().buckets(), rank.units.size());
     EXPECT_EQ(found, std::vector<char>(rank.units.size(), 0));
   });
 }

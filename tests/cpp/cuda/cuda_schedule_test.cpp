@@ -115,7 +115,8 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   on_ranks(setting, [&](Rank& rank, int r) {
     Ledger& ledger = rank.pipeline->ledger();
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->ledger().keep_times(2, moments_of(rank.pipeline->buckets()), /*drained=*/true);
+    rank.pipeline->ledger().keep_times(2, moments_of(rank.pipeline->units().buckets()),
+                                       /*drained=*/true);
     for (int step = 1; step < 5; ++step) {
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
       rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
@@ -154,7 +155,8 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
   }
   on_ranks(setting, [&](Rank& rank, int r) {
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->ledger().keep_times(1, moments_of(rank.pipeline->buckets()), /*drained=*/true);
+    rank.pipeline->ledger().keep_times(1, moments_of(rank.pipeline->units().buckets()),
+                                       /*drained=*/true);
     rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
     rank.step(static_cast<float>(r + 2), mean_of(setting.ranks(), 1));
     synchronize_all(rank);
@@ -187,7 +189,8 @@ TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
     rank.step(2.0F, 2.0F);
     rank.step(2.0F, 2.0F);
     synchronize_all(rank);
-    rank.pipeline->ledger().keep_times(4, moments_of(rank.pipeline->buckets()), /*drained=*/true);
+    rank.pipeline->ledger().keep_times(4, moments_of(rank.pipeline->units().buckets()),
+                                       /*drained=*/true);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
@@ -455,7 +458,7 @@ TEST(CudaReductions, UpdatesInBackwardAreOrderedWithGathersAndReductions) {
       }
       for (int step = 0; step < 4; ++step) {
         rank.backward(rank.forward(), static_cast<float>(r + 1), [&](int) {
-          const auto& buckets = rank.pipeline->buckets();
+          const auto& buckets = rank.pipeline->units().buckets();
           const auto with_gradients =
               std::count_if(buckets.begin(), buckets.end(),
                             [](const auto& bucket) { return !bucket->has_lent_gradients(); });
@@ -534,7 +537,7 @@ TEST(CudaReductions, AccumulatedGradientsAreNotPackedAgainBeforeTheirMessageHasR
   const auto train = [](Rank& rank, int r, int count) {
     float sum = 0.0F;
     for (const bool reduces : {false, true, false, true, true}) {
-      for (const auto& bucket : rank.pipeline->buckets()) {
+      for (const auto& bucket : rank.pipeline->units().buckets()) {
         for (const Unit* unit : bucket->units) {
           set_requires_gradient_sync(*rank.pipeline, unit->number, reduces);
         }

@@ -381,7 +381,7 @@ class Rank {
           static_cast<std::size_t>(setting.message_rows * setting.world_size * kColumns) *
           sizeof(float);
       config.message_limits = {limit, limit};
-      pipeline->add_unit(std::move(config), *units.back());
+      pipeline->units().add(std::move(config), *units.back());
     }
     pipeline->gatherer().set_poison_released_slots(true);
   }

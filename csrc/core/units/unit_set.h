@@ -1,0 +1,96 @@
+// The units of a pipeline, their settings, and the buckets that they share. Forms the buckets and
+// plans the memory that they need, again whenever the settings or the order of forward have
+// changed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/agree/backward_exchange.h"
+#include "core/agree/order_check.h"
+#include "core/gather/gatherer.h"
+#include "core/lanes.h"
+#include "core/reduce/reducer.h"
+#include "core/schedule/backward_order.h"
+#include "core/schedule/forward_order.h"
+#include "core/schedule/pipeline_options.h"
+#include "core/units/bucket.h"
+#include "core/units/merging.h"
+#include "core/units/unit.h"
+
+namespace fsdp {
+
+class UnitSet {
+ public:
+  // All of these outlive the set and may change between its calls.
+  UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
+          BackwardOrder& backward_order, Gatherer& gatherer, Reducer& reducer,
+          OrderCheck& order_check, BackwardExchange& exchange);
+
+  UnitSet(const UnitSet&) = delete;
+  UnitSet& operator=(const UnitSet&) = delete;
+
+  // Add units in order of registration. The port outlives the set. Returns the unit's number.
+  int add(UnitConfig config, UnitPort& port);
+  // Settings are effective from the unit's next use on.
+  void apply(int unit, UnitSettings settings);
+
+  Unit& at(int number) const { return *units_.at(static_cast<std::size_t>(number)); }
+  const std::vector<std::unique_ptr<Unit>>& all() const { return units_; }
+  // Empty until buckets are formed.
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
+
+  // The ranks have recorded another order of forward, which decides which units share a bucket.
+  void invalidate_partition() { partition_is_stale_ = true; }
+  // Whether the next update has something to do.
+  bool is_stale() const { return partition_is_stale_ || !memory_is_planned(); }
+  // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
+  // unsharded it), memory is planned in a later call. If a bucket has accumulated gradients on any
+  // rank, a later call forms the new buckets.
+  void update();
+  // Forms the buckets without planning their memory, if there are none.
+  void form_if_none();
+
+  // Users see the sharded parameters from now on: Note [after an evaluation] in
+  // core/gather/unit_gather.h.
+  void put_away_parameters();
+
+ private:
+  // The partition that the ranks have compared: of the order of registration, then of the recorded
+  // one.
+  enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
+  static constexpr int kNotPlanned = -1;
+
+  void invalidate_memory() { planned_depth_ = kNotPlanned; }
+  bool memory_is_planned() const { return planned_depth_ == options_.prefetch_depth; }
+  void expect_unused(const Unit& unit);
+  bool is_ring_in_use() const;
+  bool any_rank_has_accumulated() const;
+  bool has_other_groups() const;
+  Partition partition() const;
+  std::vector<int> parents() const;
+  void note_order();
+  void compare_ranks(const Partition& partition);
+  void refuse_after_capture() const;
+  void form(const Partition& partition);
+  void plan_memory();
+
+  Lanes& lanes_;
+  const PipelineOptions& options_;
+  const ForwardOrder& forward_order_;
+  BackwardOrder& backward_order_;
+  Gatherer& gatherer_;
+  Reducer& reducer_;
+  OrderCheck& order_check_;
+  BackwardExchange& exchange_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  Partition partition_;  // of buckets_
+  bool partition_is_stale_ = true;
+  bool runs_in_other_order_ = false;  // than that of registration, on any rank
+  int planned_depth_ = kNotPlanned;   // the prefetch depth that memory is planned for
+  Compared compared_ = Compared::Nothing;
+};
+
+}  // namespace fsdp
