@@ -65,6 +65,7 @@ class OwnRows:
         local: torch.Tensor = param._local_tensor
         if local is self.local:
             return False
+        wait_for_arrival(local.device, self.local.device)
         if type(local) is torch.Tensor:
             # The user has set the methods on this object, which was a part of the flat shard.
             local.data = local.clone()
@@ -75,6 +76,15 @@ class OwnRows:
             local = param._local_tensor = padded.narrow(0, 0, count)
         self.local = local
         return True
+
+
+def wait_for_arrival(device: torch.device, before: torch.device) -> None:
+    """Wait for copies to ``device`` from ``before``, before the host reads them.
+
+    With ``non_blocking=True``, calls such as ``module.cpu`` return before such copies end.
+    """
+    if device.type == "cpu" and before.type == "cuda":
+        torch.cuda.current_stream(before).synchronize()
 
 
 class GatherInput:

@@ -28,6 +28,7 @@ from fsdp_ext.sharding.params.entries import (
     bound_objects,
     gradient_places,
     lies_in,
+    wait_for_arrival,
 )
 from fsdp_ext.sharding.params.extensions import (
     Extension,
@@ -329,6 +330,8 @@ class Unit(ParamGroup):
             pin_memory=self.pins_memory and device.type == "cpu",
         )
         parts = self._parts_of(flat, entries, layout)
+        before = self.flat_shard.device if self.flat_shard.is_cuda else self.device
+        wait_for_arrival(device, before)
         for entry, part in zip(entries, parts, strict=True):
             if isinstance(entry, ShardedParam) and entry.is_gathered:
                 if not entry.local.is_meta:

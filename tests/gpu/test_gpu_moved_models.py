@@ -1,0 +1,89 @@
+"""A model that is moved to the host has its values there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.launcher import run_ranks
+from torch import nn
+
+from fsdp_ext import FullyShardedDataParallel as FSDP
+from fsdp_ext import fully_shard
+
+WIDTH = 512
+LAYERS = 4
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def sharded() -> Any:
+    model = layers().cuda()
+    for layer in model:
+        fully_shard(layer, bucket_bytes=0)
+    return fully_shard(model)
+
+
+def wrapped(*, use_orig_params: bool) -> Any:
+    return FSDP(
+        layers().cuda(),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
+        use_orig_params=use_orig_params,
+    )
+
+
+def move(model: Any, device: str) -> None:
+    model.to(device, non_blocking=True)
+
+
+MODELS: list[tuple[Callable[[], Any], Callable[[Any, str], None]]] = [
+    (sharded, move),
+    (lambda: wrapped(use_orig_params=True), move),
+    (lambda: wrapped(use_orig_params=False), move),
+]
+
+
+def _late_copies() -> None:
+    for make, mover in MODELS:
+        model = make()
+        expected = [param.detach().cpu().clone() for param in model.parameters()]
+        torch.cuda._sleep(100_000_000)  # the copies to the host begin behind this
+        mover(model, "cpu")
+        found = [param.detach().cpu().clone() for param in model.parameters()]
+        for want, have in zip(expected, found, strict=True):
+            assert have.device.type == "cpu"
+            want, have = (getattr(each, "_local_tensor", each) for each in (want, have))
+            assert torch.equal(want, have)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_are_read_when_they_have_arrived_on_the_host(world_size: int) -> None:
+    run_ranks(_late_copies, world_size, timeout=150.0, device="cuda")
+
+
+def _loaded_from_late_copies() -> None:
+    source, model = sharded(), sharded()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(1)
+    expected = [param.to_local().cpu().clone() for param in source.parameters()]
+    model.cpu()
+    torch.cuda._sleep(100_000_000)
+    state = {
+        name: value.to("cpu", non_blocking=True) for name, value in source.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    model.float()  # it reads what was loaded
+    for want, param in zip(expected, model.parameters(), strict=True):
+        assert torch.equal(want, param.to_local())
+
+
+@pytest.mark.timeout(120)
+def test_a_state_that_arrives_on_the_host_late_may_be_loaded() -> None:
+    run_ranks(_loaded_from_late_copies, 1, timeout=100.0, device="cuda")
