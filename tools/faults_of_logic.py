@@ -493,7 +493,7 @@ FAULTS = (
         "changes of pending gradients are lost when parameters are converted",
         f"{SHARDING}/root/root.py",
         "self._settle_pending()",
-        within="self.impl.recover()\n        self._settle_pending()",
+        within="impl.recover()\n        self._settle_pending()",
         python=("pending_gradients",),
     ),
     Fault(

@@ -129,11 +129,22 @@ class FlatRuns:
         # share_memory_() and .data give a tensor other memory.
         self._addresses = _C.addresses_of(self._locals)
         self.clear_padding()  # nobody has written it yet
+        for unit in own:
+            unit.flat_readers.add(self)
 
     @property
     def units(self) -> list[Unit]:
         """The units of the parameters that are alive."""
         return [unit for unit in (each() for each in self._units) if unit is not None]
+
+    def free(self) -> None:
+        """Let go of the flat memory, which the parameters have left.
+
+        From now on :meth:`are_of` is false.
+        """
+        for run in self.runs:
+            run.whole = torch.empty(0)
+        self._flat, self._locals = [], []
 
     def clear_padding(self) -> None:
         """Write zeros between the gradients of each run, as a norm over it needs."""

@@ -138,7 +138,7 @@ class profile(Recording):
 
     def _has_model(self) -> bool:
         """Return whether the root is still the one that the profile was made for."""
-        return self._root.impl is self._impl
+        return self._root.is_built and self._root.impl is self._impl
 
     def _check_model(self) -> None:
         if not self._has_model():

@@ -68,8 +68,7 @@ def check_state(model: nn.Module, units: Sequence[Unit]) -> None:
             parameter.grad is not None for parameter in parameters
         ),
         "gradients that are not reduced yet. Run a backward with set_requires_gradient_sync(True) "
-        "before, or drop them with reset_iter_state()": root is not None
-        and root.impl.has_unreduced(),
+        "before, or drop them with reset_iter_state()": root is not None and root.has_unreduced(),
     }
     for what, is_so in refused.items():
         if is_so:

@@ -1,4 +1,4 @@
-"""A model that is moved to the host has its values there."""
+"""A model that is moved to the host leaves no memory on the GPU, and its values arrive whole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support.launcher import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
-from fsdp_ext import fully_shard
+from fsdp_ext import clip_grad_norm_, fully_shard
+from fsdp_ext.optim import SGD
 
 WIDTH = 512
 LAYERS = 4
+SMALL = 64 << 10  # bytes, of tables
 
 
 def layers() -> nn.Sequential:
@@ -37,6 +39,25 @@ def wrapped(*, use_orig_params: bool) -> Any:
     )
 
 
+def train(model: Any, optimizer: Any, steps: int = 2) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def allocated() -> int:
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 def move(model: Any, device: str) -> None:
     model.to(device, non_blocking=True)
 
@@ -46,6 +67,31 @@ MODELS: list[tuple[Callable[[], Any], Callable[[Any, str], None]]] = [
     (lambda: wrapped(use_orig_params=True), move),
     (lambda: wrapped(use_orig_params=False), move),
 ]
+
+
+def _memory() -> None:
+    for make, mover in MODELS:
+        stays, moves = [], []
+        for losses in (stays, moves):
+            before = allocated()
+            model = make()
+            of_shards = allocated() - before
+            optimizer = SGD(model.parameters(), lr=0.05)
+            losses += train(model, optimizer)
+            if losses is moves:
+                mover(model, "cpu")
+                assert allocated() - before < SMALL
+                mover(model, "cuda")
+                assert allocated() - before <= of_shards + SMALL
+            losses += train(model, optimizer)
+            del model, optimizer
+        assert all(map(torch.equal, stays, moves))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_moved_model_leaves_no_memory_behind(world_size: int) -> None:
+    run_ranks(_memory, world_size, timeout=150.0, device="cuda")
 
 
 def _late_copies() -> None:

@@ -211,6 +211,8 @@ void register_lifecycle(RootClass& bound) {
       .def("needs_new_units", &TorchRoot::needs_new_units)
       .def("accept_module_changes", &TorchRoot::accept_module_changes)
       .def("retire", &TorchRoot::retire)
+      // Whether a graph, or a backward, may still run backward through its units.
+      .def("is_in_graph", [](TorchRoot& root) { return root.weak_from_this().use_count() > 1; })
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); });
 }

@@ -100,7 +100,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: if forward or backward runs.
         """
         root = self._fsdp_ext_unit.root
-        if root is not None:
+        if root is not None and root.is_built:
             root.impl.prefetch_next_forward()
 
     def reset_iter_state(self) -> None:
@@ -207,7 +207,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._fsdp_ext_units(recurse):
             if unit.root is None:
                 continue
-            if unit.root.impl.phase() == "backward":
+            if unit.root.phase() == "backward":
                 raise RuntimeError(
                     "get_pending_gradients was called while backward runs. Call it after backward."
                 )

@@ -65,9 +65,12 @@ class Root(UnitTree):
         self._needs_order_check = True  # of the first iteration's collectives
         # Identifies the reductions that a handle waits for; None without a pending handle.
         self.pending_reduction: object = None
+        self._impl: _C.TorchRoot | None = None
+        # Of a C++ side that this one replaces, or will replace.
+        self._unreduced: list[unreduced.Unreduced] = []
+        self._awaits_finalization = False
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
-        self._unreduced: list[unreduced.Unreduced] = []  # of a C++ side that this one replaces
         self._pending = PendingGradients()
         for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
             self._unreduced += provisional.give_up()
@@ -151,6 +154,25 @@ class Root(UnitTree):
 
     # - The C++ side
 
+    @property
+    def impl(self) -> _C.TorchRoot:
+        """The C++ side. It exists whenever :attr:`is_built`."""
+        assert self._impl is not None
+        return self._impl
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the C++ side exists. A conversion may free it until the next use."""
+        return self._impl is not None
+
+    def phase(self) -> str:
+        """Return which pass runs: "forward", "backward" or "idle"."""
+        return "idle" if self._impl is None else self._impl.phase()
+
+    def has_unreduced(self) -> bool:
+        """Return whether there are gradients of backwards without gradient sync."""
+        return bool(self._unreduced) if self._impl is None else self._impl.has_unreduced()
+
     def _build(self) -> None:
         """Make the C++ side for the parameters as they are now, and connect the hooks to it."""
         impl = _C.TorchRoot(
@@ -183,7 +205,7 @@ class Root(UnitTree):
         self._nest_units_of_one_module()
         for unit_impl, config in zip(impls, configs, strict=True):
             impl.add_unit(unit_impl, config)
-        self.impl = impl
+        self._impl = impl
         self._placed = [unit.entries for unit in self.units]
         impl.set_is_last_backward(self.waits_for_reductions)
         # Last: if the above raised, the next forward starts over.
@@ -218,24 +240,39 @@ class Root(UnitTree):
     @outside_of_transforms
     def rebuild(self) -> None:
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
-        self.impl.recover()
-        self._settle_pending()
-        for unit in self.units:
-            self.reshard(unit)
+        replaced = self._impl
+        if replaced is not None:
+            self._settle(replaced)
         self._needs_order_check = False
         self.settings = self._resolve()
-        replaced = self.impl
-        self._unreduced = self._unreduced or unreduced.take(replaced, self._placed)
+        if replaced is not None:
+            self._take_over_from(replaced)
         try:
             self._build()
         finally:
-            if self.impl is not replaced:
-                replaced.retire()  # a graph may own it, and must not run backward through it
-            else:
+            if self._impl is not replaced:
+                if replaced is not None:
+                    replaced.retire()  # a graph may own it, and must not run backward through it
+            elif replaced is not None:
                 self._unreduced = []  # the old impl keeps them
-        self.impl.set_awaits_finalization(replaced.awaits_finalization())
+            else:
+                for unit in self.units:
+                    unit.impl = None  # some are bound already
+        self.impl.set_awaits_finalization(self._awaits_finalization)
         self.impl.set_handle_pending(self.pending_reduction is not None)
         self._put_unreduced()
+
+    def _settle(self, impl: _C.TorchRoot) -> None:
+        """Reshard all units, after a pass that has failed, too."""
+        impl.recover()
+        self._settle_pending()
+        for unit in self.units:
+            self.reshard(unit)
+
+    def _take_over_from(self, impl: _C.TorchRoot) -> None:
+        """Keep what the next C++ side gets from this one."""
+        self._unreduced = self._unreduced or unreduced.take(impl, self._placed)
+        self._awaits_finalization = impl.awaits_finalization()
 
     def _put_unreduced(self) -> None:
         unreduced.put(self.impl, self._placed, self._unreduced)
@@ -243,13 +280,21 @@ class Root(UnitTree):
 
     def give_up(self) -> list[unreduced.Unreduced]:
         """Reshard the units for another root, and return the gradients not reduced yet."""
+        if self._impl is None:
+            return self._unreduced
         self._settle_pending()
         for unit in self.units:
             self.reshard(unit)
         return unreduced.take(self.impl, self._placed)
 
     def invalidate(self) -> None:
-        """Drop the C++ side. The next use makes it anew."""
+        """Drop the C++ side, whose units have other parameters now. The next use makes it anew.
+
+        This frees the old shards and all buffers, unless a pass or a graph still uses them. Then
+        the next forward frees them.
+        """
+        if self._impl is None:
+            return
         for unit in self.units:
             self.reshard(unit)
             if unit.impl is not None:
@@ -257,6 +302,17 @@ class Root(UnitTree):
                 unit.impl = None
                 for hooks in hooks_of(unit):
                     hooks.disconnect()
+        impl = self._impl
+        if impl.phase() == "idle" and not impl.is_in_graph() and not self._shows_unreduced():
+            self._settle(impl)
+            self._take_over_from(impl)
+            self._impl = None
+            impl.retire()  # someone else may refer to it, such as a profile
+
+    def _shows_unreduced(self) -> bool:
+        """Return whether ``.grad`` has unsharded gradients, which their units keep track of."""
+        numbers = range(len(self.units))
+        return any(is_shown for number in numbers for is_shown, _ in self.impl.shown(number))
 
     @hidden_from_dynamo
     def _pre_forward_when_stale(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -324,13 +380,18 @@ class Root(UnitTree):
         The caller applies the settings of units.
         """
         self.settings = self.resolve(self.link, self.decision)
-        self.impl.set_prefetch_depth(self.settings.prefetch)
+        if self._impl is not None:
+            self._impl.set_prefetch_depth(self.settings.prefetch)
 
     def apply(self, units: Iterable[Unit]) -> None:
         """Tell the schedule the settings of ``units`` of this root, from the next use on."""
         for unit in units:
             number = self.number(unit)
-            self.impl.apply(number, self.core_settings(number, self.impl.reduce_dtype_of(number)))
+            if self._impl is None:
+                self.core_settings(number, unit.grad_dtypes()[1])  # raises if one is not supported
+            else:
+                dtype = self._impl.reduce_dtype_of(number)
+                self._impl.apply(number, self.core_settings(number, dtype))
 
     def _numbers_of(self, targets: Sequence[ParamGroup]) -> list[int]:
         """Return the units' numbers, without units that a provisional root does not have."""
@@ -411,7 +472,8 @@ class Root(UnitTree):
     def change(self, **settings: bool) -> None:
         """Change settings that belong to the root alone."""
         self.units[0].change(**settings)
-        self.impl.set_is_last_backward(self.waits_for_reductions)
+        if self._impl is not None:
+            self._impl.set_is_last_backward(self.waits_for_reductions)
 
     def reduce_accumulated(self, *, wait: bool) -> None:
         """Reduce the gradients that backwards without gradient sync have accumulated.
@@ -419,7 +481,7 @@ class Root(UnitTree):
         Args:
             wait: make the current stream wait for all reductions, earlier ones, too.
         """
-        if self.impl.phase() == "idle" and self._has_other_parameters():
+        if self.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         self._settle_pending()
         self.impl.set_is_last_backward(wait)
@@ -431,7 +493,9 @@ class Root(UnitTree):
 
     def has_open_backward(self) -> bool:
         """Return whether reductions of earlier backwards are not waited for."""
-        return self.pending_reduction is not None or self.impl.awaits_finalization()
+        if self._impl is not None:
+            self._awaits_finalization = self._impl.awaits_finalization()
+        return self.pending_reduction is not None or self._awaits_finalization
 
     def leave_reduction_pending(self) -> object:
         """Let a handle wait for the reductions later. Return a token that identifies them."""
@@ -450,18 +514,23 @@ class Root(UnitTree):
                 "wait was called on a handle of gradient reductions that reset_iter_state has "
                 "dropped. Run the step again."
             )
-        self.impl.wait_for_reductions()
-        self.impl.leave_if_idle()
+        if self._impl is not None:  # else the host has waited for them
+            self._impl.wait_for_reductions()
+            self._impl.leave_if_idle()
         self.pending_reduction = None
 
     def reset_iteration(self) -> None:
         """Reshard all units and drop unreduced gradients."""
         self.pending_reduction = None
-        self.impl.reset_iteration()
+        if self._impl is not None:
+            self._impl.reset_iteration()
+        for each in self._unreduced:
+            each.param.awaits_reduction = False
+        self._unreduced, self._awaits_finalization = [], False
 
     def synchronize_gradients(self, units: Iterable[Unit]) -> None:
         """Reduce accumulated gradients of ``units`` of this root alone, whatever their settings."""
-        if self.impl.phase() == "idle" and self._has_other_parameters():
+        if self.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
         asked = set(units)
         try:
@@ -478,6 +547,10 @@ class Root(UnitTree):
 
         In-place changes take effect until the next backward begins.
         """
+        if self._impl is None and not self._unreduced:
+            return {}
+        if self._impl is None:
+            self.rebuild()
         number = self.number(unit)
         pending = self._pending.of(self.impl, number, self._placed[number])
         if pending:
@@ -485,14 +558,16 @@ class Root(UnitTree):
         return pending
 
     def _settle_pending(self) -> None:
-        self._pending.settle(self.impl)
-        self.impl.set_before_backward(None)
+        if self._impl is not None:
+            self._pending.settle(self._impl)
+            self._impl.set_before_backward(None)
 
     # - unshard() and reshard(), called by the user
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters and register the sharded ones."""
-        self.impl.reshard(self.number(unit))
+        if self._impl is not None:
+            self._impl.reshard(self.number(unit))
 
     def forget(self, unit: Unit) -> None:
         """Have the next gather of the unit's bucket read the sharded parameters of all ranks.
@@ -500,7 +575,8 @@ class Root(UnitTree):
         Otherwise a gather in the same iteration could reuse parameters that a slot or a smaller
         group of ranks still holds, because no version shows that the sharded ones have changed.
         """
-        self.impl.invalidate(self.number(unit))
+        if self._impl is not None:
+            self._impl.invalidate(self.number(unit))
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters."""
@@ -508,7 +584,8 @@ class Root(UnitTree):
 
     def wait_for_unshard(self, unit: Unit) -> None:
         """Make the current stream wait for the gather, and register the unsharded parameters."""
-        self.impl.wait_for_unshard(self.number(unit))
+        if self._impl is not None:
+            self._impl.wait_for_unshard(self.number(unit))
 
 
 @outside_of_transforms

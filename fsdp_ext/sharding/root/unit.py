@@ -139,6 +139,9 @@ class Unit(ParamGroup):
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
         # Each entry's part of the flat shard. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
+        # Objects outside that refer to the flat shard: FlatRuns of optimizers. free() of each is
+        # called when the unit gets another one.
+        self.flat_readers: weakref.WeakSet[Any] = weakref.WeakSet()
         # The inputs of extensions; empty until the C++ side is made: Note [tensor extensions].
         self.inputs: list[GatherInput] = []
         self._extensions: list[Extension] = []
@@ -338,6 +341,8 @@ class Unit(ParamGroup):
                     part.copy_(entry.local)
                 entry.sharded._local_tensor = part  # type: ignore[attr-defined]
         self.flat_shard, self.shard_parts = flat, parts
+        for reader in list(self.flat_readers):
+            reader.free()
         if self.flat_param is not None:
             self.flat_param.follow()
         return True
@@ -359,7 +364,7 @@ class Unit(ParamGroup):
         """Return which pass of its model runs: "forward", "backward" or "idle"."""
         if self.root is None or self.impl is None:
             return "idle"
-        phase: str = self.root.impl.phase()
+        phase: str = self.root.phase()
         return phase
 
     def has_changed(self) -> bool:
