@@ -27,6 +27,7 @@ from fsdp_ext.sharding.root.module_state import (
     units_of,
 )
 from fsdp_ext.sharding.root.unit import Unit
+from fsdp_ext.sharding.torch_compat.conversions import applied
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import converting, reshard
 
 
@@ -107,11 +108,40 @@ class FlatParamView(_View):
             param.sharded: param.spread.dtensor(part)
             for param, part in parts_of_flat(self._unit, value)
         }
-        modules = {module for param in self._unit.params for module, _ in param.attributes}
         with converting(self._unit):
-            for module in modules:
-                # Not module._apply: the units' own method would convert the units inside, too.
-                cast(Any, nn.Module)._apply(module, lambda t: changed.get(t, t), recurse=False)
+            _apply(self._unit, lambda tensor: changed.get(tensor, tensor))
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        """The same memory as ``data``. It is one tensor until it is set, or the memory changes."""
+        now = self.data
+        kept: torch.Tensor | None = vars(self).get("_kept")
+        if kept is None or kept.dtype != now.dtype or kept.data_ptr() != now.data_ptr():
+            vars(self)["_kept"] = kept = now
+        return kept
+
+    @_local_shard.setter
+    def _local_shard(self, value: torch.Tensor) -> None:
+        # Code that has moved the flat parameter sets it to `data`.
+        if value.data_ptr() != self.data.data_ptr():
+            raise ValueError(
+                f"_local_shard of unit '{self._unit.name}' was set to a tensor in other memory. "
+                "Call flat_param_to() of the handle, or set flat_param.data, before."
+            )
+        vars(self)["_kept"] = value
+
+
+def _apply(unit: Unit, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert the parameters of a unit and their gradients, but no buffers and no units inside."""
+    flat = unit.flat_param
+    params = [param.sharded for param in unit.params] if flat is None else [flat.param]
+    modules = {module for module, _ in unit.attributes()} if flat is None else {*unit.modules}
+    converted = {id(each) for param in params for each in (param, param.grad) if each is not None}
+    for module in modules:
+        # Not module._apply: the units' own method would convert the units inside, too.
+        cast(Any, nn.Module)._apply(
+            module, lambda t: convert(t) if id(t) in converted else t, recurse=False
+        )
 
 
 class HandleView(_View):
@@ -140,6 +170,11 @@ class HandleView(_View):
                 f"_orig_param_dtype was set to {value}, but the parameters of unit "
                 f"'{self._unit.name}' are {self._orig_param_dtype}. Set flat_param.data before."
             )
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move or convert this rank's shards, and their gradients, as ``Tensor.to`` does."""
+        with applied([self._unit]):
+            _apply(self._unit, lambda tensor: tensor.to(*args, **kwargs))
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Give the modules the sharded parameters."""

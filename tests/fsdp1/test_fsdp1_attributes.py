@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fsdp1_flat import WRAPPERS
 from support.fsdp1_parity import (
     BF16,
     BY_BLOCK,
@@ -36,8 +37,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_ext
+from fsdp_ext.fsdp1.views import FlatParamView
 
 SAME = """
     rank world_size compute_device cpu_offload limit_all_gathers forward_prefetch backward_prefetch
@@ -303,13 +306,80 @@ def _small() -> None:
     empty = FSDP(nn.ReLU(), device_id=CPU)
     assert not empty._has_params
     assert empty._flat_param is None
-    with pytest.raises(AttributeError, match=r"has only .*_fqns.* there is no '_local_shard'"):
-        model._flat_param._local_shard  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"has only .*_fqns.* there is no '_full_param_padded'"
+    ):
+        model._flat_param._full_param_padded  # noqa: B018
     assert dist.get_rank() == model.rank
 
 
 def test_small_methods_do_what_they_do_in_fsdp1() -> None:
     run_ranks(_small, 2)
+
+
+def move_handles(model: Any, *to: Any) -> None:
+    """Move the shards of a model, as verl does before and after an engine generates."""
+    _runtime_utils._lazy_init(model, model)
+    assert model._is_root
+    for handle in model._all_handles:
+        if handle._offload_params:
+            continue
+        flat = handle.flat_param
+        assert flat.data.data_ptr() == flat._local_shard.data_ptr()
+        assert id(flat.data) != id(flat._local_shard)
+        assert flat.data.size() == flat._local_shard.size()
+        handle.flat_param_to(*to, non_blocking=True)
+        flat._local_shard = flat.data
+        assert id(flat._local_shard) != id(flat.data)
+
+
+def _moved_by_handles() -> None:
+    for is_kept in (True, False):
+        losses: list[list[Tensor]] = []
+        for wrap in WRAPPERS:
+            model = make(Stack)
+            wrapped = wrap(model, auto_wrap_policy=BY_BLOCK, use_orig_params=is_kept)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            losses.append([])
+            for step in range(3):
+                loss = run(wrapped, model, step)
+                loss.backward()
+                move_handles(wrapped, CPU)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.detach())
+                move_handles(wrapped, CPU)
+        assert all(map(torch.equal, *losses))
+
+
+def test_shards_can_be_moved_by_their_handles_as_under_fsdp1() -> None:
+    run_ranks(_moved_by_handles, 2)
+
+
+def _converted_by_handles() -> None:
+    """On the host, another dtype stands for another device."""
+    for is_kept in (True, False):
+        plain, model = make(Stack), make(Stack)
+        model.stem.register_buffer("note", torch.ones(2))
+        wrapped: Any = FSDP(model, auto_wrap_policy=BY_BLOCK, use_orig_params=is_kept)
+        run(wrapped, model, 0).backward()
+        run(plain, plain, 0).backward()
+        units = [wrapper._fsdp_ext_unit for wrapper in FSDP.fsdp_modules(wrapped)]
+        before = [StorageWeakRef(unit.flat_shard.untyped_storage()) for unit in units]
+        move_handles(wrapped, torch.float64)
+        plain.double()
+        assert all(storage.expired() for storage in before)
+        assert model.stem.note.dtype == torch.float32
+        for param in wrapped.parameters():
+            assert param.dtype == param.grad.dtype == torch.float64
+        with FSDP.summon_full_params(wrapped):
+            assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+        with pytest.raises(ValueError, match=r"_local_shard of unit .* in other memory"):
+            FlatParamView(units[0])._local_shard = torch.ones(3)
+
+
+def test_handles_move_shards_and_gradients_and_free_their_memory() -> None:
+    run_ranks(_converted_by_handles, 2)
 
 
 def set_views() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.launcher import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import _runtime_utils
 
 from fsdp_ext import FullyShardedDataParallel as FSDP
 from fsdp_ext import clip_grad_norm_, fully_shard
@@ -62,10 +63,23 @@ def move(model: Any, device: str) -> None:
     model.to(device, non_blocking=True)
 
 
+def move_handles(model: Any, device: str) -> None:
+    """Move the shards as verl does for FSDP1."""
+    _runtime_utils._lazy_init(model, model)
+    for handle in model._all_handles:
+        flat = handle.flat_param
+        assert flat.data.data_ptr() == flat._local_shard.data_ptr()
+        assert flat.data.size() == flat._local_shard.size()
+        handle.flat_param_to(torch.device(device), non_blocking=True)
+        flat._local_shard = flat.data
+
+
 MODELS: list[tuple[Callable[[], Any], Callable[[Any, str], None]]] = [
     (sharded, move),
     (lambda: wrapped(use_orig_params=True), move),
     (lambda: wrapped(use_orig_params=False), move),
+    (lambda: wrapped(use_orig_params=True), move_handles),
+    (lambda: wrapped(use_orig_params=False), move_handles),
 ]
 
 

@@ -57,6 +57,7 @@ class FlatParameter:
         flat = unit.flat_shard.view(first.dtype)
         self.param = nn.Parameter(flat, requires_grad=first.requires_grad)
         setattr(self.param, _IS_FLAT, True)
+        self._name_shard()
         self.is_shown = False
         self.show()
 
@@ -127,6 +128,12 @@ class FlatParameter:
         unit = self._unit
         if not self._lies_in_shard():
             self.param.data = unit.flat_shard.view(unit.params[0].dtype)
+        self._name_shard()
+
+    def _name_shard(self) -> None:
+        """Set FSDP1's ``_local_shard``, another tensor over the memory of the flat parameter."""
+        local_shard = self.param.detach()
+        setattr(self.param, "_local_shard", local_shard)  # noqa: B010
 
     def freeze(self) -> None:
         """Give the unit's parameters the ``requires_grad`` of the flat one."""
