@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import pickle
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard as of_fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 
 import fsdp_ext
 from fsdp_ext import fully_shard
@@ -289,6 +293,98 @@ def _indexing() -> None:
 
 def test_slicing_makes_an_instance_of_the_original_class() -> None:
     run_ranks(_indexing, 1)
+
+
+Scalar = TypeVar("Scalar")
+
+
+class Abstract(ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.moves = nn.Linear(4, 4), 0
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.moves += 1
+        return super()._apply(*args, **kwargs)
+
+
+class Concrete(Abstract):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+class Generically(Generic[Scalar], Concrete):
+    pass
+
+
+class Slotless:
+    __slots__ = ()
+
+
+class Mixed(Slotless, Generic[Scalar], ABC, nn.Sequential):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(args or (nn.Linear(4, 4), nn.Linear(4, 4))))
+
+
+def _gradients_of(model: Any, wrap: Any) -> list[Tensor]:
+    model = wrap(model)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        model.to(torch.float64)
+        model(torch.randn(2, 4, dtype=torch.float64)).square().sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def _wrap_in_fsdp1(model: nn.Module) -> nn.Module:
+    return fsdp_ext.FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def _classes_with_other_layouts() -> None:
+    for cls in (Concrete, Generically, Mixed):
+        model: Any = fully_shard(cls())
+        assert isinstance(model, fsdp_ext.FSDPModule)
+        assert isinstance(model, cls)
+        # Programs read the original class so.
+        assert type(model).__mro__[type(model)._orig_cls_mro_index] is cls
+        model(torch.ones(2, 4)).sum().backward()
+        model.unshard()
+        assert not any(isinstance(param, DTensor) for param in model.parameters(recurse=False))
+        model.reshard()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        model.float()
+        assert getattr(model, "moves", 1) == 1
+        assert type(copy.copy(model)) is cls
+        with pytest.raises(NotImplementedError, match="does not support deepcopy"):
+            copy.deepcopy(model)
+        with pytest.raises(pickle.PicklingError, match=f"a sharded {cls.__name__} cannot"):
+            pickle.dumps(model)
+        with pytest.raises(TypeError, match="object layout differs"):
+            torch_fsdp.fully_shard(cls())
+        torch.manual_seed(0)
+        start = cls()
+        ours = _gradients_of(copy.deepcopy(start), fully_shard)
+        assert all(map(torch.equal, ours, _gradients_of(copy.deepcopy(start), _wrap_in_fsdp1)))
+        plain = nn.Sequential(*start) if cls is Mixed else nn.Sequential(start.inner)
+        theirs = _gradients_of(plain, torch_fsdp.fully_shard)
+        assert all(map(torch.equal, ours, theirs))
+    assert type(fully_shard(Mixed())[:1]) is Mixed
+
+    class Patched(ABC, torch_fsdp.FSDPModule):
+        pass
+
+    with pytest.MonkeyPatch.context() as context:  # as verl lets FSDP2 shard such models
+        context.setattr(of_fsdp2, "FSDPModule", Patched)
+        fully_shard(Concrete())(torch.ones(2, 4)).sum().backward()
+
+
+def test_classes_that_derive_from_abc_or_generic_first_are_sharded() -> None:
+    run_ranks(_classes_with_other_layouts, 2)
 
 
 class OfUnits(nn.Linear):

@@ -641,8 +641,25 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``cls`` that sharded modules of ``cls`` have."""
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        _classes[cls] = type(f"FSDP{cls.__name__}", (_methods_for(cls), cls), {})
     return _classes[cls]
+
+
+def _methods_for(cls: type[nn.Module]) -> type[FSDPModule]:
+    """Return the class of methods whose instances have the memory layout of those of ``cls``.
+
+    A base class without a ``__dict__``, such as ``ABC``, may come before ``nn.Module``. Python
+    gives an instance another class only if both add the ``__dict__`` to the same base class.
+    """
+    base: Any = cls
+    while base.__base__.__dictoffset__ != 0:
+        base = base.__base__
+    if base.__base__ is object:
+        return FSDPModule
+    # In the MRO, FSDPModule comes after the base class, and so after `cls`, which is at index 2.
+    # typing.Generic does not accept a class that only inherits from it, unless it has this tuple.
+    attributes = {"_orig_cls_mro_index": 2, "__orig_bases__": (FSDPModule,)}
+    return type("FSDPModule", (base.__base__, FSDPModule), attributes)
 
 
 def set_classes(modules: Sequence[nn.Module]) -> None:
@@ -675,5 +692,5 @@ def original_class(cls: type[Any]) -> type[Any]:
     """Return the class that a module had before ``fully_shard``; ``cls`` if it is not sharded."""
     if not issubclass(cls, FSDPModule):
         return cls
-    original: type[Any] = cls.__mro__[FSDPModule._orig_cls_mro_index]
+    original: type[Any] = cls.__mro__[cls._orig_cls_mro_index]
     return original
