@@ -110,8 +110,9 @@ bool TorchRoot::is_in_inner_backward() const {
 bool TorchRoot::enter_forward(TorchUnit& unit) {
   const bool nested = passes().outermost() != Passes::kNone && passes().in_forward() &&
                       !passes().in_backward() && !is_outermost(unit) && unit.number() != 0;
+  const bool is_checked = may_train_ || !at::GradMode::is_enabled();
   if (nested) {
-    return true;
+    return is_checked;  // the forward around it may be without gradients
   }
   FSDP_CHECK(
       !is_handle_pending_,
@@ -123,7 +124,7 @@ bool TorchRoot::enter_forward(TorchUnit& unit) {
   // A frozen parameter stays trainable while its unit awaits a reduction. recover() drops that
   // reduction, so the settings are compared after it.
   recover();
-  if (seen_module_changes_ != module_changes() || needs_new_units()) {
+  if (!is_checked || seen_module_changes_ != module_changes() || needs_new_units()) {
     return false;
   }
   if (!at::GradMode::is_enabled()) {

@@ -31,8 +31,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
  public:
   // `when_stale` is a weak reference to a method of Python's root: calling it returns the method,
   // or None if the root is gone. `replicas` is as in Pipeline. Forward calls that method instead of
-  // a unit's pre_forward if needs_new_units(), or if modules have changed. `checks`
-  // is null if no step is checked.
+  // a unit's pre_forward if needs_new_units(), or if Python has to check the modules. `checks` is
+  // null if no step is checked.
   TorchRoot(std::shared_ptr<Lanes> lanes, std::shared_ptr<Lanes> replicas, PipelineOptions options,
             pybind11::object when_stale, std::shared_ptr<StepChecks> checks);
   ~TorchRoot();
@@ -58,7 +58,8 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Whether the caller runs in a backward inside the root's, such as that of a region of reentrant
   // checkpointing. Call it while the root's backward runs.
   bool is_in_inner_backward() const;
-  // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt.
+  // Begins a forward if `unit` is the outermost one. Returns false if the root has to be rebuilt,
+  // or Python has to check the modules.
   bool enter_forward(TorchUnit& unit);
   bool is_outermost(const TorchUnit& unit) const { return passes().outermost() == unit.number(); }
   // `output` is the output of the outermost unit. A backward may follow if it is `with_gradient`.
@@ -73,8 +74,12 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Whether a forward that begins now needs new units, because parameters were frozen, unfrozen or
   // converted.
   bool needs_new_units() const;
-  // Python has checked the current modules.
-  void accept_module_changes() { seen_module_changes_ = module_changes(); }
+  // Python has checked the current modules. Without `may_train`, they have parameters that only a
+  // forward without gradients may use, and the next forward with gradients has them checked again.
+  void accept_module_changes(bool may_train) {
+    seen_module_changes_ = module_changes();
+    may_train_ = may_train;
+  }
   void reset_iteration();
   // Whether a backward has run since the last wait for reductions or finalize_backward.
   bool awaits_finalization() const { return awaits_finalization_; }
@@ -127,6 +132,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   HeldObject when_stale_;
   HeldObject before_backward_;  // null if there is nothing to call
   std::uint64_t seen_module_changes_ = module_changes();
+  bool may_train_ = true;      // with the modules as Python has checked them
   int awaited_backwards_ = 0;  // of forwards that autograd has recorded with these units
   // An evaluation has run while parameters were frozen or unfrozen, and no backward or training
   // forward since: Note [parameters frozen for an evaluation].

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_ext import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdp_ext.sharding.root import module_changes
 
 
 class Stop(Exception):
@@ -474,7 +475,48 @@ def _added_after_sharding() -> None:
     assert model._fsdp_ext_unit.impl is impl
 
 
-@pytest.mark.parametrize("work", [_added_after_sharding, _added_unnoticed])
+def _enable_gradients(*_: Any) -> None:
+    torch.set_grad_enabled(True)
+
+
+def _added_for_evaluations() -> None:
+    for steps in (0, 1):
+        model = sharded()
+        for _ in range(steps):
+            model(ones()).sum().backward()
+        base = output_of(model) if steps else None
+        for scale in (1.0, 2.0):  # as FastVideo sets an adapter, and then another one
+            model.layers[1].register_forward_hook(lambda module, _, out: out * module.scale)
+            model.layers[1].scale = nn.Parameter(torch.full((), scale))
+            for _ in range(2):
+                output = output_of(model)
+            with torch.inference_mode():
+                assert torch.equal(model(ones()), output)
+        if base is not None:
+            assert not torch.equal(output, base)
+        with pytest.MonkeyPatch.context() as context:
+            # Evaluations do not look at the modules again.
+            context.setattr(module_changes, "check_parameters", pytest.fail)
+            assert torch.equal(output_of(model), output)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"'layers\.1\.scale' was added"):
+                model(ones())
+            assert torch.equal(output_of(model), output)
+        # The root runs without gradients, and the layer with them.
+        enable = model.layers[0].register_forward_hook(_enable_gradients)
+        with pytest.raises(RuntimeError, match=r"'layers\.1\.scale' was added"), torch.no_grad():
+            model(ones())
+        enable.remove()
+        model.layers[1].scale.requires_grad_(False)
+        impl = model._fsdp_ext_unit.impl
+        model(ones()).sum().backward()
+        assert model._fsdp_ext_unit.impl is impl
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(module_changes, "check_parameters", pytest.fail)
+            model(ones()).sum().backward()
+
+
+@pytest.mark.parametrize("work", [_added_after_sharding, _added_unnoticed, _added_for_evaluations])
 def test_trainable_parameters_that_are_added_after_sharding_are_refused(
     work: Callable[[], None],
 ) -> None:

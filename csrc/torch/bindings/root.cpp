@@ -209,7 +209,7 @@ void register_lifecycle(RootClass& bound) {
       .def("set_before_backward", &TorchRoot::set_before_backward)
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
       .def("needs_new_units", &TorchRoot::needs_new_units)
-      .def("accept_module_changes", &TorchRoot::accept_module_changes)
+      .def("accept_module_changes", &TorchRoot::accept_module_changes, py::arg("may_train"))
       .def("retire", &TorchRoot::retire)
       // Whether a graph, or a backward, may still run backward through its units.
       .def("is_in_graph", [](TorchRoot& root) { return root.weak_from_this().use_count() > 1; })

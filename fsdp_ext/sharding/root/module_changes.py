@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -47,8 +48,13 @@ def _note_change(module: nn.Module, name: str, value: Any) -> None:
         _C.note_module_change()
 
 
-def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Check that the modules under ``root`` have the parameters that the units have."""
+def check_parameters(root: nn.Module, units: Sequence[Unit]) -> bool:
+    """Check that the modules under ``root`` have the parameters that the units have.
+
+    Returns:
+        Whether the model may train. Without gradients, it may have trained parameters of no unit.
+    """
+    may_train = True
     owners = {param.sharded: unit for unit in units for param in unit.params}
     units_of = {attribute: unit for unit in units for attribute in unit.attributes()}
     ignored = {attribute for unit in units for attribute in unit.ignored}
@@ -72,10 +78,14 @@ def check_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
                     "model's first forward. Add it before, or make the whole model anew."
                 )
             if owner is None and unit is None and param.requires_grad:
+                may_train = False
+                if not torch.is_grad_enabled():
+                    continue
                 raise RuntimeError(
                     f"parameter '{name}' was added after fully_shard, so nothing would "
                     "synchronise its gradient. Add it before fully_shard, or freeze it."
                 )
+    return may_train
 
 
 def _name_of(root: nn.Module, param: nn.Parameter, besides: tuple[nn.Module, str]) -> str:

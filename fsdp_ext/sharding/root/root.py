@@ -191,14 +191,14 @@ class Root(UnitTree):
             agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
             caller = "unshard" if self.is_provisional else "forward"
             with together(self.units[0], caller, "the building of units", impl.all_gather):
-                impls = self._build_units()
+                impls = self._build_units(impl)
             # Ranks of other meshes have other parameters.
             compared = [
                 unit for unit, mesh in zip(self.units, self.meshes, strict=True) if mesh == 0
             ]
             compare_parameters(compared, self.mesh_ranks, impl.all_gather)
         else:
-            impls = self._build_units()
+            impls = self._build_units(impl)
         configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
         for unit, unit_impl in zip(self.units, impls, strict=True):
             unit.bind(unit_impl)
@@ -214,15 +214,19 @@ class Root(UnitTree):
                 for hooks in hooks_of(unit):
                     hooks.connect(unit_impl)
 
-    def _build_units(self) -> list[_C.TorchUnit]:
-        module_changes.check_parameters(self.module, self.units)
-        module_changes.watch(self.module.modules())
+    def _build_units(self, impl: _C.TorchRoot) -> list[_C.TorchUnit]:
+        self._check_modules(impl)
         watch_optimizers_in_backward()
         names = {param: name for name, param in self.module.named_parameters()}
         return [
             unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)
         ]
+
+    def _check_modules(self, impl: _C.TorchRoot) -> None:
+        may_train = module_changes.check_parameters(self.module, self.units)
+        module_changes.watch(self.module.modules())
+        impl.accept_module_changes(may_train)
 
     def _name_of(self, unit: Unit, module_name: str) -> str:
         name = module_name or "the root"
@@ -319,11 +323,9 @@ class Root(UnitTree):
         if self.impl.needs_new_units() or self._has_other_parameters():
             self.rebuild()
         else:  # some module was changed, or given an optimizer, perhaps in another model
-            module_changes.check_parameters(self.module, self.units)
             for each in self.units:
                 each.let_optimizers_step()
-            module_changes.watch(self.module.modules())
-            self.impl.accept_module_changes()
+            self._check_modules(self.impl)
         unit = unit_of(module)
         assert unit is not None
         assert unit.impl is not None
