@@ -56,7 +56,7 @@ def patch() -> Patch:
     and that of libraries. Call it before they do, on all ranks. ``python -m fsdp_ext.patch
     script.py`` runs a script that needs no change.
 
-    PyTorch's other names stay. Its ``FSDPModule``, ``register_fsdp_forward_method`` and
+    PyTorch's other public names stay. Its ``FSDPModule``, ``register_fsdp_forward_method`` and
     ``share_comm_ctx`` serve modules of both. Static methods of ``FullyShardedDataParallel``, such
     as ``state_dict_type``, call PyTorch's for models without fsdp_ext's wrappers.
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import torch.distributed.fsdp._traversal_utils as traversal
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFullyShardedDataParallel
-from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
@@ -26,6 +27,7 @@ NAMESPACES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._traversal_utils",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
@@ -40,10 +42,34 @@ _USERS_OF_BOTH = (
 )
 # Modules of Python and PyTorch that save and load objects.
 _PICKLERS = ("torch.serialization", "torch._weights_only_unpickler", "pickle")
+
+# FSDP1's traversals of models, for code that averages flat parameters or makes an optimizer for
+# each wrapper.
+_torchs_states_with_modules = traversal._get_fsdp_states_with_modules
+_wrappers_in = FullyShardedDataParallel.fsdp_modules
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    wrappers = _wrappers_in(module)
+    return (wrappers, list(wrappers)) if wrappers else _torchs_states_with_modules(module)
+
+
+def _get_fsdp_states(module: nn.Module) -> list[Any]:
+    return _get_fsdp_states_with_modules(module)[0]
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    return [state._handle for state in _get_fsdp_states(module) if state._handle is not None]
+
+
 # (PyTorch's, ours) by name.
 _OBJECTS: dict[str, tuple[Any, Any]] = {
     "fully_shard": (torch_fully_shard, fully_shard),
     "FullyShardedDataParallel": (TorchFullyShardedDataParallel, FullyShardedDataParallel),
+    **{
+        ours.__name__: (getattr(traversal, ours.__name__), ours)
+        for ours in (_get_fsdp_states_with_modules, _get_fsdp_states, _get_fsdp_handles)
+    },
 }
 
 
@@ -56,8 +82,11 @@ class _Namespace(ModuleType):
         torchs, ours = _OBJECTS.get(name, (None, None))
         if torchs is None or value is not torchs:
             return value
-        # A pickle names a class by its module, and has to find the same class there.
-        return value if sys._getframe(1).f_globals.get("__name__") in _PICKLERS else ours
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # PyTorch's own code treats what it finds as PyTorch's. A pickle names a class by its
+        # module, and has to find the same class there.
+        is_torchs = caller.startswith("torch.distributed.fsdp.") or caller in _PICKLERS
+        return value if is_torchs else ours
 
 
 _unpatched: dict[str, dict[str, Any]] = {}  # the objects that had the names, by module
@@ -78,10 +107,6 @@ def put_ours() -> None:
         module = importlib.import_module(name)
         _unpatched[name] = {key: vars(module)[key] for key in _OBJECTS if key in vars(module)}
         module.__class__ = _Namespace
-    # PyTorch's wrapper reads its class from outside, as an attribute of the module.
-    vars(_init_utils)["fsdp_file"] = SimpleNamespace(
-        FullyShardedDataParallel=TorchFullyShardedDataParallel
-    )
 
 
 def put_torchs() -> None:
@@ -91,7 +116,6 @@ def put_torchs() -> None:
         module.__class__ = ModuleType
         vars(module).update(objects)
     _unpatched.clear()
-    vars(_init_utils)["fsdp_file"] = fully_sharded_data_parallel
 
 
 def holders() -> list[str]:

@@ -25,7 +25,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torchs_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
-from torch.distributed.fsdp import _init_utils as of_fsdp1
+from torch.distributed.fsdp import _traversal_utils as traversal
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +39,11 @@ NAMESPACES = {
     "torch.distributed.fsdp": {"fully_shard", "FullyShardedDataParallel"},
     "torch.distributed.fsdp._fully_shard": {"fully_shard"},
     "torch.distributed.fsdp._fully_shard._fully_shard": {"fully_shard"},
+    "torch.distributed.fsdp._traversal_utils": {
+        "_get_fsdp_handles",
+        "_get_fsdp_states",
+        "_get_fsdp_states_with_modules",
+    },
     "torch.distributed.fsdp.fully_sharded_data_parallel": {"FullyShardedDataParallel"},
     "torch.distributed._composable.fsdp": {"fully_shard"},
     "torch.distributed._composable.fsdp.fully_shard": {"fully_shard"},
@@ -47,6 +52,9 @@ NAMESPACES = {
 TORCHS = types.SimpleNamespace(
     fully_shard=torch_fsdp.fully_shard,
     FullyShardedDataParallel=torch_fsdp.FullyShardedDataParallel,
+    _get_fsdp_handles=traversal._get_fsdp_handles,
+    _get_fsdp_states=traversal._get_fsdp_states,
+    _get_fsdp_states_with_modules=traversal._get_fsdp_states_with_modules,
 )
 
 
@@ -73,15 +81,15 @@ def patched() -> Iterator[None]:
 
 def are_ours(found: dict[str, Any]) -> bool:
     """Return whether all names are ours; fail if only some are."""
-    ours = [value is getattr(fsdp_ext, name.rpartition(".")[2]) for name, value in found.items()]
     torchs = [value is vars(TORCHS)[name.rpartition(".")[2]] for name, value in found.items()]
+    ours = [value.__module__.startswith("fsdp_ext.") for value in found.values()]
     assert all(ours) or all(torchs)
     return all(ours)
 
 
 def state_of_torch() -> dict[str, Any]:
     """Return everything that a patch could leave changed."""
-    state: dict[str, Any] = {"fsdp_file": of_fsdp1.fsdp_file}
+    state: dict[str, Any] = {}
     state["set_model_state_dict"] = torchs_checkpointing.set_model_state_dict
     for name in NAMESPACES:
         module = importlib.import_module(name)
@@ -301,6 +309,61 @@ def _static_methods() -> None:
 
 def test_static_methods_of_fsdp1_serve_models_of_both() -> None:
     run_ranks(_static_methods, 2)
+
+
+@torch.no_grad()
+def _average(averaged: nn.Module, model: nn.Module, decay: float) -> None:
+    """Do what Bagel's `fsdp_ema_update` does."""
+    pairs = [
+        (one.flat_param.data, other.flat_param.data)
+        for one, other in zip(
+            traversal._get_fsdp_handles(averaged), traversal._get_fsdp_handles(model), strict=True
+        )
+        if other.flat_param.requires_grad
+    ]
+    assert len(pairs) == 3
+    torch._foreach_mul_([one for one, _ in pairs], decay)
+    torch._foreach_add_([one for one, _ in pairs], [other for _, other in pairs], alpha=1 - decay)
+
+
+def _handles(use_orig_params: bool) -> None:
+    states, outputs = [], []
+    with patched():
+        for make in (TORCHS.FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel):
+            model, averaged = (
+                make(
+                    nn.Sequential(*_model(), nn.Linear(8, 3)).requires_grad_(trains),
+                    auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                    device_id=torch.device("cpu"),
+                    use_orig_params=use_orig_params,
+                )
+                for trains in (True, False)
+            )
+            found = traversal._get_fsdp_states(model)
+            assert found == make.fsdp_modules(model)
+            assert traversal._get_fsdp_states_with_modules(model) == (found, found)
+            assert traversal._get_fsdp_states(nn.Linear(2, 2)) == []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                torch.manual_seed(10 * step + dist.get_rank())
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                _average(averaged, model, 0.5)
+                with torch.no_grad():
+                    outputs.append(averaged(torch.ones(2, 8)))
+            with make.state_dict_type(averaged, StateDictType.FULL_STATE_DICT):
+                states.append(averaged.state_dict())
+    theirs, ours = states
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert not torch.equal(outputs[0], outputs[1])
+    assert all(map(torch.equal, outputs[:2], outputs[2:]))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_handles_of_fsdp1_average_weights(use_orig_params: bool) -> None:
+    run_ranks(_handles, 2, use_orig_params)
 
 
 class Lazy:
