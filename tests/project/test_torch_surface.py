@@ -115,7 +115,7 @@ def _recognised() -> None:
     with pytest.raises(AttributeError, match=r"only a view with .*_state_ctx.* no '_device_handle"):
         _ = state._device_handle
     with pytest.raises(AttributeError, match="'post_forward_mesh_info' was set in a view"):
-        group.post_forward_mesh_info = None
+        group.post_forward_mesh_info = group.mesh
     # PyTorch's fully_shard knows better than to shard it again.
     with pytest.raises(AssertionError, match="already been applied"):
         torch_fsdp.fully_shard(layer)
@@ -123,6 +123,46 @@ def _recognised() -> None:
 
 def test_torch_recognises_a_sharded_module() -> None:
     run_ranks(_recognised, 2)
+
+
+def _roots_by_hand(name: str) -> list[Any]:
+    """Make roots before their first forward, as dinov3 does. Return what it sees."""
+    torch.manual_seed(0)
+    shard = load_system(name).fully_shard
+    model = nn.Sequential(shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    state, inner = shard(model)._get_fsdp_state(), model[0]._get_fsdp_state()
+    group = state._fsdp_param_group
+    info = group.post_forward_mesh_info
+    seen = [info == group.mesh_info, state._is_root]
+    for one in (state, state, inner):
+        one._lazy_init()
+    seen += [state._is_root, inner._is_root, len(inner._state_ctx.all_states)]
+    seen.append(group.post_forward_mesh_info)
+    for value in (info, None, info):
+        group.post_forward_mesh_info = value
+        seen.append(group.post_forward_mesh_info == value)
+        output = model(torch.ones(2, 4))
+        seen += [isinstance(param, DTensor) for param in model.parameters()]
+        output.sum().backward()
+        seen.append(output.detach())
+    seen += [param.grad.full_tensor() for param in model.parameters()]
+    late = nn.Sequential(shard(nn.Linear(4, 4)), shard(nn.Linear(4, 4)))
+    late[1]._get_fsdp_state()._lazy_init()
+    with pytest.raises(RuntimeError, match="already been lazily initialized for 1"):
+        shard(late)._get_fsdp_state()._lazy_init()
+    pair = shard([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        pair[0]._get_fsdp_state()._lazy_init()
+    return seen
+
+
+def _roots_of_both_by_hand() -> None:
+    theirs, ours = map(_roots_by_hand, ("fsdp2", "fsdp_ext"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_root_can_be_made_before_the_first_forward_as_under_fsdp2() -> None:
+    run_ranks(_roots_of_both_by_hand, 2)
 
 
 def _shared_streams() -> None:

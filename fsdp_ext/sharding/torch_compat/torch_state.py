@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.root.module_state import state_of, units_of
-from fsdp_ext.sharding.root.root import ensure_root
+from fsdp_ext.sharding.root.root import ensure_root, prepare_forward
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
@@ -105,6 +105,8 @@ class ParamGroupView(_View):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _SETTINGS:
             change([self._unit], **{_SETTINGS[name]: value})
+        elif name == "post_forward_mesh_info" and value in (None, self.mesh_info):
+            change([self._unit], reshard_after_forward=value is not None)
         elif name not in _WITHOUT_EFFECT:
             super().__setattr__(name, value)
 
@@ -217,6 +219,12 @@ class StateView(_View):
     def _is_root(self) -> bool | None:
         root = self._unit.root
         return None if root is None or root.is_provisional else root.units[0] is self._unit
+
+    def _lazy_init(self) -> None:
+        """Make the unit's module a root, as its first forward does. Call it on all ranks."""
+        if self._is_root is None:
+            prepare_forward(self._unit, self._unit.modules[0])
+            self._unit.root.impl.leave_if_idle()
 
     # PyTorch's register_fsdp_forward_method calls these two around the method.
 
