@@ -18,7 +18,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard as of_fsdp2
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -163,6 +163,29 @@ def _roots_of_both_by_hand() -> None:
 
 def test_a_root_can_be_made_before_the_first_forward_as_under_fsdp2() -> None:
     run_ranks(_roots_of_both_by_hand, 2)
+
+
+def _idle_states() -> None:
+    """Reset states and move the model, as verl does before it offloads an engine."""
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    fully_shard(model)
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    group._training_state = TrainingState.IDLE
+    for _ in range(2):
+        model(torch.ones(2, 4))  # no backward follows
+        group._training_state = TrainingState.IDLE
+        model.reshard()
+        model.cpu()
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(AttributeError, match="'_training_state' was set in a view"):
+        group._training_state = TrainingState.FORWARD
+    model[0].register_forward_hook(lambda *_: setattr(group, "_training_state", TrainingState.IDLE))
+    with pytest.raises(RuntimeError, match="of unit '0' was set to IDLE while forward runs"):
+        model(torch.ones(2, 4))
+
+
+def test_the_training_state_may_be_set_to_idle_between_steps() -> None:
+    run_ranks(_idle_states, 2)
 
 
 def _shared_streams() -> None:

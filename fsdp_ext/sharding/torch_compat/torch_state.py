@@ -16,7 +16,11 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_ext.sharding.params.entries import ShardedParam
@@ -107,6 +111,8 @@ class ParamGroupView(_View):
             change([self._unit], **{_SETTINGS[name]: value})
         elif name == "post_forward_mesh_info" and value in (None, self.mesh_info):
             change([self._unit], reshard_after_forward=value is not None)
+        elif name == "_training_state" and value is TrainingState.IDLE:
+            self._check_idle()
         elif name not in _WITHOUT_EFFECT:
             super().__setattr__(name, value)
 
@@ -119,6 +125,14 @@ class ParamGroupView(_View):
                 "fully_shard for its module."
             )
         super().__getattr__(name)
+
+    def _check_idle(self) -> None:
+        phase = self._unit.phase()
+        if phase != "idle":
+            raise RuntimeError(
+                f"'_training_state' of unit '{self._unit.name}' was set to IDLE while {phase} "
+                "runs. Set it between steps."
+            )
 
     modules = property(lambda self: tuple(self._unit.modules))
     mesh = property(lambda self: self._unit.ranks.mesh)
