@@ -234,6 +234,13 @@ SETTERS = [
 ]
 
 
+# The names of the settings in PyTorch's FSDPParamGroup.
+READ = {
+    "requires_all_reduce": "all_reduce_grads",
+    "reshard_after_backward": "reshard_after_backward",
+}
+
+
 def _replicated_outside() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
     gradients: dict[str, list[Any]] = {}
@@ -246,6 +253,9 @@ def _replicated_outside() -> None:
                 getattr(model, setter)(value)
                 if name == "fsdp_ext" and setting is not None:
                     assert getattr(inner._fsdp_ext_unit.settings, setting) is value
+                group = inner._get_fsdp_state()._fsdp_param_group
+                if setting in READ:
+                    assert getattr(group, READ[setting]) is value
         torch.manual_seed(dist.get_rank())
         for syncs in (False, True, False, True):
             model.set_requires_gradient_sync(syncs)

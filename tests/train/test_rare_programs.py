@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
-from support.parity import device, whole
+from support.parity import device, load_system, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -302,3 +303,88 @@ def _a_hook_uses_a_weight() -> None:
 
 def test_a_hook_on_a_units_output_unshards_the_unit_that_it_uses() -> None:
     run_ranks(_a_hook_uses_a_weight, 2)
+
+
+@contextlib.contextmanager
+def deferred_reshard(module: Any) -> Iterator[None]:
+    """Keep a unit unsharded in a part of backward, as axolotl's tiled MLP does."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    before = group.reshard_after_backward
+    module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        module.set_reshard_after_backward(before, recurse=False)
+        module.reshard()
+
+
+class InTiles(torch.autograd.Function):
+    """Runs a module in tiles, and runs each again in backward, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, x: Tensor) -> Tensor:
+        ctx.module, ctx.params = module, list(module.parameters())
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([module.on_tile(tile) for tile in x.chunk(2)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        sums, of_inputs = [torch.zeros_like(param) for param in ctx.params], []
+        with deferred_reshard(ctx.module):
+            for tile, grad in zip(x.chunk(2), grads[0].chunk(2), strict=True):
+                leaf = tile.detach().requires_grad_()
+                with torch.enable_grad():
+                    output = ctx.module.on_tile(leaf)
+                torch.autograd.backward(output, grad)
+                of_inputs.append(leaf.grad)
+                for param, total in zip(ctx.params, sums, strict=True):
+                    total.add_(param.grad)
+                    param.grad = None
+        for param, total in zip(ctx.params, sums, strict=True):
+            param.grad = total
+        return None, torch.cat(of_inputs)
+
+
+class Tiled(Tied):
+    in_tiles = True
+
+    def on_tile(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = InTiles.apply(self, x) if self.in_tiles else self.on_tile(x)
+        return result
+
+
+def _trains_as_fsdp2(make: Callable[[], nn.Module]) -> None:
+    histories: list[list[Tensor]] = []
+    for name in ("fsdp2", "fsdp_ext"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(make() for _ in range(3)))
+        shard = load_system(name).fully_shard
+        for part in model:
+            shard(part)
+        shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(4):
+            torch.manual_seed(10 * step + dist.get_rank())
+            model.set_requires_gradient_sync(step != 1)
+            x = torch.randn(4, WIDTH, requires_grad=True)
+            loss = model(x).square().mean()
+            loss.backward()
+            seen += [loss.detach(), x.grad]
+            if step != 1:
+                seen += [whole(param.grad).clone() for param in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(model(x))
+        histories.append(seen)
+    torch.testing.assert_close(histories[1], histories[0])
+
+
+def test_a_backward_in_tiles_may_keep_its_unit_unsharded_and_reshard_it() -> None:
+    run_ranks(_trains_as_fsdp2, 2, Tiled)

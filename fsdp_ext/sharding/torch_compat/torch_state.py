@@ -134,6 +134,12 @@ class ParamGroupView(_View):
                 "runs. Set it between steps."
             )
 
+    reduce_grads = property(lambda self: self._unit.settings.requires_gradient_sync)
+    all_reduce_grads = property(lambda self: self._unit.settings.requires_all_reduce)
+    reshard_after_backward = property(lambda self: self._unit.settings.reshard_after_backward)
+    reduce_scatter_unused_params = property(
+        lambda self: self._unit.settings.reduce_scatter_unused_params
+    )
     modules = property(lambda self: tuple(self._unit.modules))
     mesh = property(lambda self: self._unit.ranks.mesh)
     device = property(lambda self: self._unit.device)
