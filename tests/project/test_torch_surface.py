@@ -188,6 +188,23 @@ def test_the_training_state_may_be_set_to_idle_between_steps() -> None:
     run_ranks(_idle_states, 2)
 
 
+def _streams_for_copies() -> None:
+    layers = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    model = fully_shard(nn.Sequential(*layers))
+    theirs = torch_fsdp.fully_shard(nn.Linear(4, 4))
+    for one in (model, theirs):
+        one(torch.ones(2, 4))
+    streams = [layer._get_fsdp_state()._comm_ctx.all_gather_stream for layer in layers]
+    assert streams[0] is streams[1]
+    assert type(streams[0]) is type(theirs._get_fsdp_state()._comm_ctx.all_gather_stream)
+    with pytest.raises(AttributeError, match=r"with all_gather_stream.* no 'all_gather_state'"):
+        _ = model._get_fsdp_state()._comm_ctx.all_gather_state
+
+
+def test_the_communication_context_has_a_stream_for_copies() -> None:
+    run_ranks(_streams_for_copies, 1)
+
+
 def _shared_streams() -> None:
     first, second = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
     fsdp_ext.share_comm_ctx([])

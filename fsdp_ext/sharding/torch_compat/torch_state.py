@@ -9,9 +9,12 @@ composable functions. They get views, which read the unit at each access. The se
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import weakref
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
@@ -41,6 +44,35 @@ def first_of_root(unit: Unit) -> Unit:
     return first
 
 
+def _refuse_name(view: object, name: str) -> NoReturn:
+    """Raise the error for an attribute that ``view`` does not have. It lists those that it has."""
+    known = sorted(name for name in dir(type(view)) if not name.startswith("__"))
+    raise AttributeError(
+        f"fsdp_ext has no state of PyTorch's FSDP2, only a view with {', '.join(known)}, so "
+        f"there is no '{name}'. Use the methods of FSDPModule."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommContext:
+    """The groups and the transport of a root, as ``FSDPCommContext``.
+
+    Roots with equal ones share streams.
+    """
+
+    groups: tuple[object, object]
+    transport: object
+    device: torch.device = dataclasses.field(compare=False)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_name(self, name)
+
+    @functools.cached_property
+    def all_gather_stream(self) -> Any:
+        """A stream for copies of the caller's own. Gathers run on streams of the lanes."""
+        return torch.get_device_module(self.device).Stream(priority=-1)  # as in FSDP2
+
+
 class _View:
     """A read-only view, whose error for any other attribute lists those that it has."""
 
@@ -50,22 +82,18 @@ class _View:
     _unit: Unit
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
-        raise AttributeError(
-            f"fsdp_ext has no state of PyTorch's FSDP2, only a view with {', '.join(known)}, so "
-            f"there is no '{name}'. Use the methods of FSDPModule."
-        )
+        _refuse_name(self, name)
 
     @property
     def _comm_ctx(self) -> object:
-        """The root's groups and transport. Roots with equal values share streams.
+        """The root's communication context.
 
         Pipelining compares identities, to find stages that share_comm_ctx was called for.
         """
         unit = first_of_root(self._unit)
         if unit.comm_context is None:
-            ranks = unit.ranks
-            unit.comm_context = ranks.shard_group, ranks.replicate_group, unit.settings.transport
+            groups = (unit.ranks.shard_group, unit.ranks.replicate_group)
+            unit.comm_context = _CommContext(groups, unit.settings.transport, unit.device)
         return unit.comm_context
 
     def __setattr__(self, name: str, value: object) -> None:
