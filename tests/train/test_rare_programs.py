@@ -12,8 +12,13 @@ import torch.distributed as dist
 from support.launcher import run_ranks
 from support.parity import device, load_system, whole
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import fully_shard, register_fsdp_forward_method
 
@@ -358,14 +363,55 @@ class Tiled(Tied):
         return result
 
 
-def _trains_as_fsdp2(make: Callable[[], nn.Module]) -> None:
+class LowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(x, base, down, up)
+        return x @ base.t() + x @ down.t() @ up.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, base, down, up = ctx.saved_tensors
+        through = grad @ up
+        return grad @ base + through @ down, None, through.t() @ x, grad.t() @ (x @ down.t())
+
+
+class Adapted(nn.Module):
+    """Unshards its adapter and uses the weights itself, as axolotl's kernels for LoRA do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Any = self.down
+        up: Any = self.up
+        if isinstance(down.weight, DTensor):
+            down.unshard()
+            up.unshard()
+        result: Tensor = LowRank.apply(x, self.base.weight, down.weight, up.weight)
+        return x + torch.tanh(result)
+
+
+def _units(part: Any) -> list[nn.Module]:
+    return [part.down, part.up, part] if isinstance(part, Adapted) else [part]
+
+
+def _trains_as_fsdp2(
+    make: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module] | None
+) -> None:
     histories: list[list[Tensor]] = []
     for name in ("fsdp2", "fsdp_ext"):
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(make() for _ in range(3)))
         shard = load_system(name).fully_shard
-        for part in model:
-            shard(part)
+        for index, part in enumerate(model):
+            model[index] = part if wrap is None else wrap(part)
+            for module in _units(part):
+                shard(module)
         shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen = []
@@ -377,7 +423,8 @@ def _trains_as_fsdp2(make: Callable[[], nn.Module]) -> None:
             loss.backward()
             seen += [loss.detach(), x.grad]
             if step != 1:
-                seen += [whole(param.grad).clone() for param in model.parameters()]
+                grads = [param.grad for param in model.parameters() if param.requires_grad]
+                seen += [whole(grad).clone() for grad in grads]
                 optimizer.step()
                 optimizer.zero_grad()
             with torch.no_grad():
@@ -387,4 +434,21 @@ def _trains_as_fsdp2(make: Callable[[], nn.Module]) -> None:
 
 
 def test_a_backward_in_tiles_may_keep_its_unit_unsharded_and_reshard_it() -> None:
-    run_ranks(_trains_as_fsdp2, 2, Tiled)
+    run_ranks(_trains_as_fsdp2, 2, Tiled, None)
+
+
+def _recomputed(part: nn.Module) -> nn.Module:
+    wrapped: nn.Module = checkpoint_wrapper(part, CheckpointImpl.NO_REENTRANT)
+    return wrapped
+
+
+def _recomputed_reentrantly(part: nn.Module) -> nn.Module:
+    wrapped: nn.Module = checkpoint_wrapper(part, CheckpointImpl.REENTRANT)
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [None, _recomputed, _recomputed_reentrantly])
+def test_weights_of_an_unsharded_unit_may_be_used_without_its_forward(
+    wrap: Callable[[nn.Module], nn.Module] | None,
+) -> None:
+    run_ranks(_trains_as_fsdp2, 2, Adapted, wrap)
