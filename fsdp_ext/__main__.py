@@ -84,7 +84,7 @@ def _describe_cuda() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees none",
     }
     try:
-        version, path, registration = _C.describe_nccl(nccl_libraries())
+        version, path, registration, between_nodes = _C.describe_nccl(nccl_libraries())
     except RuntimeError as error:
         return {**lines, "NCCL": str(error)}
     how = {
@@ -97,7 +97,11 @@ def _describe_cuda() -> dict[str, str]:
         settings = nccl_settings()
     except ValueError as error:
         return {**lines, "NCCL settings": str(error)}
-    buffers = how[registration] if settings.registers_buffers else "off (FSDP_EXT_NCCL_REGISTER=0)"
+    buffers = how[registration]
+    if not settings.registers_buffers:
+        buffers = "off (FSDP_EXT_NCCL_REGISTER=0)"
+    elif registration != "none" and not between_nodes:
+        buffers += ", on one node"
     for lane, of_lane in (("gather", settings.gather), ("reduce", settings.reduce)):
         if of_lane:
             lines[f"{lane} lane"] = f"{describe_lane(of_lane)} ({OF_LANES[lane]})"

@@ -395,6 +395,7 @@ FAKE_NCCL_API Result ncclAllGather(const void* input, void* output, std::size_t 
   const Place to = place_of(output, comm);
   const bool is_registered = from.bytes_left > 0 && to.bytes_left > 0;
   ++(is_registered ? state.registered_gathers : state.plain_gathers);
+  state.erasable_flags += is_registered && state.nodes > 1 && state.version < 23206 ? 1 : 0;
   if (!takes_windows(from, to, /*is_gather=*/true, comm) && is_registered &&
       comm->policy == fsdp::nccl::kEfficiencyPolicy) {
     const Gather gather{bytes, static_cast<std::size_t>(comm->size), from, to};

@@ -24,6 +24,7 @@ struct FakeNccl {
   std::atomic<bool> others_wait_for_failed{false};  // while they register, until they are aborted
   std::atomic<int> allocations_to_fail{0};
   std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
+  std::atomic<int> nodes{1};                             // of the ranks
   std::atomic<bool> has_windows{true};       // between these ranks; false: they are null
   std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL does not report
   std::atomic<bool> can_revoke{true};
@@ -46,6 +47,7 @@ struct FakeNccl {
   std::atomic<int> symmetric_kernels{0};  // that read and write windows
   std::atomic<int> switch_gathers{0};     // with the policy "efficiency", by the switch
   std::atomic<int> ring_gathers{0};       // with that policy, by a ring
+  std::atomic<int> erasable_flags{0};     // of gathers: Note [registration between nodes]
   std::function<void()> before_gather;    // what an all-gather does first; may be empty
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.

@@ -44,6 +44,25 @@ TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
   }
 }
 
+// See Note [registration between nodes]. The fake counts gathers that could wait for ever.
+TEST_F(NcclRanks, RegisterBuffersBetweenNodesOnlyWhereGathersCannotHang) {
+  fake().nodes = 2;
+  for (const int version : {22809, 23007, 23203, 23206}) {
+    use_version(version);
+    run_ranks(2, [version](Rank rank) {
+      std::vector<std::shared_ptr<void>> buffers;
+      for (Communicator* lane : {&rank.gather, &rank.reduce}) {
+        for (const BufferUse use : {BufferUse::Input, BufferUse::Output}) {
+          buffers.push_back(lane->allocate(rank.device, 4096, use));
+        }
+        const RegisteredMemory* const registered = lane->registered_memory();
+        EXPECT_EQ(registered != nullptr ? registered->count() : 0, version < 23206 ? 0 : 2);
+      }
+      rank.gather.all_gather(rank.stream, buffers[0].get(), buffers[1].get(), 2048);
+    });
+  }
+}
+
 // See Note [order of windows].
 TEST_F(NcclRanks, LetBuffersOutliveThem) {
   std::mutex mutex;

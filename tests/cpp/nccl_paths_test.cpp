@@ -86,7 +86,8 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
       {22809, 1, kUndefined, kUndefined, false, false, false},
       {23006, 4, kUndefined, kUndefined, false, false, false},
       {23007, 1, kUndefined, kUndefined, true, true, false},
-      {23007, 4, kUndefined, kUndefined, true, true, false},
+      {23007, 4, kUndefined, kUndefined, false, false, false},
+      {23206, 4, kUndefined, kUndefined, true, true, false},
       {22809, 1, kEfficiencyPolicy, kEfficiencyPolicy, false, false, true},
       {23007, 1, kEfficiencyPolicy, kEfficiencyPolicy, true, true, false},
       // Copy engines need windows: of both buffers in 2.28.
@@ -94,14 +95,15 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
       {22902, 1, kZeroCtas, kZeroCtas, false, true, false},
       {23006, 1, kZeroCtas, kZeroCtas, false, true, false},
       {23007, 1, kZeroCtas, kZeroCtas, true, true, false},
-      {23007, 4, kZeroCtas, kZeroCtas, true, true, false},
+      {23206, 4, kZeroCtas, kZeroCtas, true, true, false},
       // "auto" takes copy engines where they are safe.
       {22707, 1, kAutoPolicy, kUndefined, false, false, false},
       {22807, 1, kAutoPolicy, kEfficiencyPolicy, false, false, true},
       {22809, 1, kAutoPolicy, kZeroCtas, true, true, false},
-      {22809, 2, kAutoPolicy, kEfficiencyPolicy, false, false, true},
+      {22809, 2, kAutoPolicy, kUndefined, false, false, false},
       {23007, 1, kAutoPolicy, kZeroCtas, true, true, false},
-      {23007, 2, kAutoPolicy, kEfficiencyPolicy, true, true, false},
+      {23007, 2, kAutoPolicy, kUndefined, false, false, false},
+      {23206, 2, kAutoPolicy, kEfficiencyPolicy, true, true, false},
   };
   for (const Expected& row : table) {
     const LanePath found = path(row.version, LaneUse::Gathers, row.asked, row.nodes);
@@ -114,7 +116,7 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
     for (const BufferUse use : {BufferUse::Output, BufferUse::Gradient}) {
       EXPECT_EQ(found.is_symmetric(use), row.symmetric_outputs) << what;
     }
-    EXPECT_EQ(found.cuts_groups, row.cuts_groups) << what;
+    EXPECT_EQ(found.cuts_groups(), row.cuts_groups) << what;
   }
 }
 
@@ -147,10 +149,12 @@ TEST_F(NcclPaths, AreRefusedIfTheVersionLacksThemOrIsNotSafe) {
               "uses NCCL 2.27.3. Upgrade NCCL, or leave cta_policy out.");
   EXPECT_SAYS(refusal(22807, kZeroCtas),
               "FSDP_EXT_NCCL_GATHER has cta_policy=zero, but NCCL 2.28.7 cannot gather by copy "
-              "engines alone, which needs 2.28.9. Upgrade NCCL to 2.30.7 or newer, or choose "
+              "engines alone, which needs 2.28.9. Upgrade NCCL to 2.32.6 or newer, or choose "
               "another policy.");
   EXPECT_SAYS(refusal(22809, kZeroCtas, /*nodes=*/2),
               "NCCL 2.28.9 cannot do so between the 2 nodes of these ranks");
+  EXPECT_SAYS(refusal(23203, kZeroCtas, /*nodes=*/2),
+              "NCCL 2.32.3 cannot do so between the 2 nodes of these ranks");
   EXPECT_SAYS(refusal(23006, kZeroCtas, 1, /*driver=*/12040),
               "NCCL 2.30.6 cannot do so with a driver older than CUDA 12.5");
   EXPECT_EQ(refusal(22703, kAutoPolicy), kNothingThrown);

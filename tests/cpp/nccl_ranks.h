@@ -78,6 +78,7 @@ class NcclRanks : public ::testing::Test {
     fake().gathers_nothing = false;
     fake().collectives_hang = false;
     fake().polls_in_progress = 2;
+    fake().nodes = 1;
     fake().can_revoke = true;
     use_version(22809);
     // The count includes revoked communicators, aborted or not. Communicators whose peers have
@@ -90,6 +91,7 @@ class NcclRanks : public ::testing::Test {
     EXPECT_EQ(fake().live_buffers, 0);
     EXPECT_EQ(fake().registered_buffers, 0);
     EXPECT_EQ(fake().misplaced_windows, 0);
+    EXPECT_EQ(fake().erasable_flags, 0);
   }
 
   struct Rank {
@@ -106,7 +108,6 @@ class NcclRanks : public ::testing::Test {
   }
 
   std::function<std::string(const std::string&)> ask_others_;  // NcclOptions::ask_others
-  int nodes_ = 1;
   int driver_ = 13000;
 
   // Runs `body` on a thread per rank and returns the message of each.
@@ -124,7 +125,7 @@ class NcclRanks : public ::testing::Test {
           const auto device = make_host_device(milliseconds(20000));
           NcclOptions options{r, size, timeout, register_buffers, gathers, reductions};
           options.ask_others = ask_others_;
-          options.nodes = nodes_;
+          options.nodes = fake().nodes;
           options.driver = driver_;
           const auto [gather, reduce] = make_nccl_communicators(api_, *device, id, options);
           body({r, *device, *gather, *reduce, device->compute_stream()});

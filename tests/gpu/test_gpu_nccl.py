@@ -161,14 +161,14 @@ def _on_a_device_of_its_own(registered: str) -> tuple[list[float], int]:
 # copied.
 @pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("policy", ["zero", "auto"])
-def test_copy_engines_of_one_node_change_no_number(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["default", "zero", "auto"])
+def test_registered_buffers_of_one_node_change_no_number(policy: str) -> None:
     run = partial(run_ranks, _on_a_device_of_its_own, 2, timeout=70.0, device="cuda")
     without = run("0", variables=ON_ONE_HOST)
-    copying = ON_ONE_HOST | {"FSDP_EXT_NCCL_GATHER": f"cta_policy={policy}"}
-    copied = run("1", variables=copying)
-    assert [sums for sums, _ in without] == [sums for sums, _ in copied]
-    assert all(count > 0 for _, count in copied)
+    asking = ON_ONE_HOST | {"FSDP_EXT_NCCL_GATHER": f"cta_policy={policy}"}
+    registered = run("1", variables=asking)
+    assert [sums for sums, _ in without] == [sums for sums, _ in registered]
+    assert all(count > 0 for _, count in registered)
 
 
 def _of_two_nodes() -> list[float]:
@@ -200,7 +200,7 @@ def _refused() -> None:
 
 @pytest.mark.skipif(not IS_EMULATED, reason="the version of NCCL can be chosen there alone")
 @pytest.mark.timeout(90)
-def test_copy_engines_are_refused_between_nodes_before_nccl_2_30_7() -> None:
+def test_copy_engines_are_refused_between_nodes_before_nccl_2_32_6() -> None:
     variables = {"EMULATED_GPU_NCCL": "2.28.9", "FSDP_EXT_NCCL_GATHER": "cta_policy=zero"}
     run_ranks(_refused, 2, timeout=80.0, device="cuda", variables=variables)
 

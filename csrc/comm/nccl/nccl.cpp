@@ -52,7 +52,6 @@ class NcclCommunicator final : public Communicator {
         device_(device),
         comm_(comm),
         options_(options),
-        cuts_groups_(path.cuts_groups),
         name_(lane == 0 ? "gather" : "reduce"),
         watchdog_(api, device, comm, options, name_, lane),
         buffers_(
@@ -75,7 +74,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   RegisteredMemory* registered_memory() override {
-    return options_.register_buffers && size() > 1 ? &buffers_ : nullptr;
+    return buffers_.path().registers ? &buffers_ : nullptr;
   }
 
   void serve(Stream& stream) override { lane_stream_ = &stream; }
@@ -93,7 +92,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   void all_gather_parts(Stream& stream, const std::vector<GatherPart>& parts) override {
-    if (!cuts_groups_ || registered_memory() == nullptr) {
+    if (!buffers_.path().cuts_groups()) {
       gather_in_a_group(stream, parts.begin(), parts.end());
       return;
     }
@@ -236,7 +235,6 @@ class NcclCommunicator final : public Communicator {
   Device& device_;
   Comm comm_;
   NcclOptions options_;
-  bool cuts_groups_;  // Note [groups in registered buffers]
   std::string name_;
   Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;

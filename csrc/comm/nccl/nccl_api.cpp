@@ -102,6 +102,11 @@ const char* Api::registration() const {
   return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
 }
 
+bool Api::registers_between_nodes() const {
+  constexpr int kFirstThatKeepsFlags = 23206;
+  return version >= kFirstThatKeepsFlags;
+}
+
 bool Api::has_windows() const {
   return version >= kFirstWithWindows && CommWindowRegister != nullptr &&
          CommWindowDeregister != nullptr;

@@ -122,6 +122,8 @@ struct Api {
   // How buffers are registered unless settings say otherwise: "register" (from 2.19 on), "window"
   // (symmetric, from 2.30.7 on) or "none".
   const char* registration() const;
+  // See Note [registration between nodes] in comm/nccl/nccl_paths.h.
+  bool registers_between_nodes() const;
   bool has_windows() const;
   // See Note [symmetric kernels] in comm/nccl/nccl_paths.h.
   bool has_safe_symmetric_kernels() const;

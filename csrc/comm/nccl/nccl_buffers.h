@@ -60,9 +60,8 @@ class NcclBuffers final : public RegisteredMemory {
   // Frees buffers that no rank holds any more, and allocates. If a rank cannot allocate, it throws
   // Error on all. The memory may outlive this object.
   std::shared_ptr<void> allocate(std::size_t bytes, BufferUse use) override;
-  bool can_register() const override {
-    return !cannot_register_ && api_.registration() != std::string("none");
-  }
+  bool can_register() const override { return !cannot_register_; }
+  const LanePath& path() const { return path_; }
   bool registers_gradients() const override { return path_.registers_gradients(); }
   bool holds(const void* memory) const override { return bytes_left(memory) > 0; }
   // The number of registered bytes from an address on, in one buffer.

@@ -14,21 +14,24 @@ constexpr int kFirstThatCopiesPlainInputs = 22900;
 constexpr int kFirstThatMapsForPeers = 22400;
 constexpr int kOldestDriver = 12050;  // with which NCCL gathers by copy engines
 
+bool registers_buffers(const nccl::Api& api, const NcclOptions& options) {
+  return options.register_buffers && options.size > 1 &&
+         api.registration() != std::string("none") &&
+         (options.nodes == 1 || api.registers_between_nodes());
+}
+
 // Why copy engines cannot gather, or cannot be told apart from symmetric kernels: Note [copy
 // engines]. Empty if they can.
 std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options) {
-  if (api.has_safe_symmetric_kernels()) {
-    return "";
-  }
   const std::string version = "NCCL " + api.version_text();
   if (api.version < kFirstWithCopyEngines || !api.has_windows()) {
     return detail::concat(version, " cannot gather by copy engines alone, which needs 2.28.9");
   }
-  if (options.nodes > 1) {
+  if (options.nodes > 1 && !api.registers_between_nodes()) {
     return detail::concat(version, " cannot do so between the ", options.nodes,
                           " nodes of these ranks");
   }
-  if (options.driver < kOldestDriver) {
+  if (options.driver < kOldestDriver && !api.has_safe_symmetric_kernels()) {
     return detail::concat(version, " cannot do so with a driver older than CUDA 12.5");
   }
   return "";
@@ -42,13 +45,13 @@ void check_policy(const nccl::Api& api, const NcclOptions& options, int policy,
   if (policy == nccl::kZeroCtas) {
     const std::string obstacle = obstacle_to_copies(api, options);
     FSDP_CHECK(obstacle.empty(), variable, " has cta_policy=zero, but ", obstacle,
-               ". Upgrade NCCL to 2.30.7 or newer, or choose another policy.");
+               ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
   }
 }
 
 // What "auto" stands for: the fewest thread blocks that are safe here.
 int chosen_policy(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
-  if (api.version < nccl::kWholeConfig || !options.register_buffers) {
+  if (api.version < nccl::kWholeConfig || !registers_buffers(api, options)) {
     return nccl::kUndefined;
   }
   const bool can_copy =
@@ -69,12 +72,12 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   if (policy == nccl::kAutoPolicy) {
     policy = chosen_policy(api, use, options);
   }
-  const bool is_safe = api.has_windows() && api.has_safe_symmetric_kernels();
+  path.registers = registers_buffers(api, options);
+  const bool is_safe = path.registers && api.has_windows() && api.has_safe_symmetric_kernels();
   const bool copies = gathers && policy == nccl::kZeroCtas;
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);
   path.maps_for_peers = api.version >= kFirstThatMapsForPeers;
-  path.cuts_groups = policy == nccl::kEfficiencyPolicy && !path.symmetric_outputs;
   return path;
 }
 

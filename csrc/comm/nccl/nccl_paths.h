@@ -10,6 +10,15 @@
 //   without NCCL_WIN_COLL_SYMMETRIC do nothing for collectives that a registered buffer does not,
 //   and map the buffer on every peer, so they are not used.
 //
+// Note [registration between nodes]
+// From NCCL 2.24 on, rings gather straight from and to registered buffers over the network. The
+// kernel that receives then tells the thread that serves the network so with a flag, once. Until
+// 2.32.6, that thread may erase it: it resets the flag's place for each earlier receive that it
+// sees to have ended, and small gathers end on the GPU before it sees that. Then it waits for the
+// flag for ever (NCCL #2389). Small and large gathers alternate on a lane, so lanes between nodes
+// register nothing before 2.32.6. Reductions share the rule, since they lose little by it: between
+// nodes, a ring reduces no differently with registered buffers.
+//
 // Note [symmetric kernels]
 // NCCL's symmetric kernels may start before the stream's work before them has ended ("programmatic
 // stream serialization"). From 2.28.0 until 2.30.7 they do not wait for it, so a reduce-scatter
@@ -49,11 +58,15 @@ enum class LaneUse : std::uint8_t { Gathers, Reductions };
 
 struct LanePath {
   nccl::LaneSettings settings;  // without kAutoPolicy
+  bool registers = false;       // buffers: Note [registration between nodes]
   bool symmetric_inputs = false;
   bool symmetric_outputs = false;
-  bool cuts_groups = false;     // Note [groups in registered buffers]
   bool maps_for_peers = false;  // NCCL maps registered buffers where a peer needs them
 
+  // Note [groups in registered buffers]
+  bool cuts_groups() const {
+    return registers && settings.cta_policy == nccl::kEfficiencyPolicy && !symmetric_outputs;
+  }
   // Whether such buffers are symmetric windows. Others are registered, if anything is.
   bool is_symmetric(BufferUse use) const {
     const bool is_input = use == BufferUse::Input || use == BufferUse::Shard;

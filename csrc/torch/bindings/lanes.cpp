@@ -135,7 +135,8 @@ void register_nccl(py::module_& m) {
       "describe_nccl",
       [](const std::vector<std::string>& libraries) {
         const nccl::Api& api = nccl::load(libraries);
-        return py::make_tuple(api.version_text(), api.path, api.registration());
+        return py::make_tuple(api.version_text(), api.path, api.registration(),
+                              api.registers_between_nodes());
       },
       py::arg("libraries"));
 }
