@@ -171,11 +171,15 @@ void remove_window(const void* memory) {
 bool takes_windows(const Place& input, const Place& output, bool is_gather, const NcclComm* comm) {
   const bool takes_plain_inputs = state.version >= 22900;
   const bool both = input.is_symmetric && output.is_symmetric;
+  const bool is_first_unsafe = comm->size == 2 && state.version >= 22900 && state.version < 23102;
   if (is_gather && comm->policy == fsdp::nccl::kZeroCtas &&
       (both || (takes_plain_inputs && output.is_symmetric))) {
     ++state.copied_gathers;
+    state.copies_that_hang += is_first_unsafe ? 1 : 0;
     return true;
   }
+  // On compute capability 10.0, large gathers are copied whatever the policy.
+  state.copies_that_hang += is_gather && both && is_first_unsafe ? 1 : 0;
   // From 2.29 on, a kernel for small messages may run if one of the two is in a window.
   if (both || (takes_plain_inputs && (input.is_symmetric || output.is_symmetric))) {
     ++state.symmetric_kernels;

@@ -44,6 +44,7 @@ struct FakeNccl {
   std::atomic<int> plain_reductions{0};
   // What NCCL would run, by the rules of docs/design/cuda.md: Note [paths of lanes].
   std::atomic<int> copied_gathers{0};     // by copy engines
+  std::atomic<int> copies_that_hang{0};   // of those
   std::atomic<int> symmetric_kernels{0};  // that read and write windows
   std::atomic<int> switch_gathers{0};     // with the policy "efficiency", by the switch
   std::atomic<int> ring_gathers{0};       // with that policy, by a ring

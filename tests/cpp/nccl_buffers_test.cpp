@@ -31,14 +31,14 @@ TEST_F(NcclRanks, RegisterBuffersAsTheVersionCan) {
   for (const auto& [version, how] : expected) {
     use_version(version);
     fake().drain_calls();
-    run_ranks(2, [](Rank rank) {
+    run_ranks(3, [](Rank rank) {
       for (Communicator* lane : {&rank.gather, &rank.reduce}) {
         EXPECT_NE(lane->allocate(rank.device, 4096, BufferUse::Output), nullptr);
       }
     });
     const auto calls = fake().drain_calls();
     for (const char* call : {"register", "window", "plain window"}) {
-      EXPECT_EQ(std::count(calls.begin(), calls.end(), call), call == std::string(how) ? 4 : 0)
+      EXPECT_EQ(std::count(calls.begin(), calls.end(), call), call == std::string(how) ? 6 : 0)
           << call << " in " << version;
     }
   }
@@ -117,7 +117,7 @@ TEST_F(NcclRanks, FreeBuffersOnTheThreadThatIssuesCollectives) {
 
 // See Note [order of windows]. The fake counts windows whose offsets differ between ranks.
 TEST_F(NcclRanks, FreeBuffersInOneOrder) {
-  use_version(23007);
+  use_version(23206);
   run_ranks(2, [](Rank rank) {
     std::vector<std::shared_ptr<void>> buffers;
     const auto allocate = [&] {
@@ -190,7 +190,7 @@ TEST_F(NcclRanks, NoneUsesARegistrationThatFailsOnOne) {
 
 // Rank 0 fails in NCCL, and rank 1 waits there. Then both errors say what to set.
 TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
-  use_version(23007);
+  use_version(23206);
   fake().register_fails_on_rank = 0;
   fake().others_wait_for_failed = true;
   left_behind_ = 2;
@@ -210,7 +210,7 @@ TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
 
 // NCCL makes such communicators if NCCL_COMM_BLOCKING=0 is in the environment.
 TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
-  use_version(23007);
+  use_version(23206);
   fake().never_blocks = true;
   fake().polls_in_progress = 20;
   const auto messages = run_ranks(2, [](Rank rank) {
@@ -238,7 +238,7 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
 
 // NCCL 2.29 and newer makes no windows between ranks that cannot read each other's memory.
 TEST_F(NcclRanks, RegisterBuffersForTheNetworkWhereThereAreNoWindows) {
-  use_version(23007);
+  use_version(23206);
   fake().has_windows = false;
   run_ranks(2, [](Rank rank) {
     auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);

@@ -92,6 +92,7 @@ class NcclRanks : public ::testing::Test {
     EXPECT_EQ(fake().registered_buffers, 0);
     EXPECT_EQ(fake().misplaced_windows, 0);
     EXPECT_EQ(fake().erasable_flags, 0);
+    EXPECT_EQ(fake().copies_that_hang, 0);
   }
 
   struct Rank {

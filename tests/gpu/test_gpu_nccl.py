@@ -117,7 +117,7 @@ def test_registered_buffers_change_no_number() -> None:
 
 # The reductions and the gathers do not fit at the same time.
 NEWER = {
-    "EMULATED_GPU_NCCL": "2.30.7",
+    "EMULATED_GPU_NCCL": "2.32.6",
     "EMULATED_GPU_SMS": "3",
     "FSDP_EXT_NCCL_GATHER": "cta_policy=zero",
 }
@@ -125,7 +125,7 @@ NEWER = {
 
 def _in_symmetric_windows() -> tuple[list[float], int]:
     found = _registration("1")
-    assert nccl_library.version() == (2, 30, 7)
+    assert nccl_library.version() == (2, 32, 6)
     assert os.environ[LAUNCH_ORDER] == "1"
     return found
 
@@ -258,7 +258,7 @@ def _access_to_buffers(private: bool) -> None:
 @pytest.mark.skipif(torch.version.cuda is None or torch.version.cuda < "13", reason="for CUDA 13")
 @pytest.mark.parametrize(
     ("version", "variables"),
-    [("2.28.9", {}), ("2.28.9", {"NCCL_CUMEM_ENABLE": "0"}), ("2.30.7", {})],
+    [("2.28.9", {}), ("2.28.9", {"NCCL_CUMEM_ENABLE": "0"}), ("2.32.6", {})],
 )
 def test_only_users_tensors_and_windows_are_for_all_gpus(
     version: str, variables: dict[str, str]

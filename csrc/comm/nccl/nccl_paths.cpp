@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kFirstWithCopyEngines = 22809;
 constexpr int kFirstThatCopiesPlainInputs = 22900;
+constexpr int kFirstThatCopiesBetweenTwo = 23102;  // again, as before 2.29
 constexpr int kFirstThatMapsForPeers = 22400;
 constexpr int kOldestDriver = 12050;  // with which NCCL gathers by copy engines
 
@@ -18,6 +19,12 @@ bool registers_buffers(const nccl::Api& api, const NcclOptions& options) {
   return options.register_buffers && options.size > 1 &&
          api.registration() != std::string("none") &&
          (options.nodes == 1 || api.registers_between_nodes());
+}
+
+// Whether the first gather by copy engines may hang.
+bool first_copies_hang(const nccl::Api& api, const NcclOptions& options) {
+  return options.size == 2 && api.version >= kFirstThatCopiesPlainInputs &&
+         api.version < kFirstThatCopiesBetweenTwo;
 }
 
 // Why copy engines cannot gather, or cannot be told apart from symmetric kernels: Note [copy
@@ -30,6 +37,9 @@ std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options)
   if (options.nodes > 1 && !api.registers_between_nodes()) {
     return detail::concat(version, " cannot do so between the ", options.nodes,
                           " nodes of these ranks");
+  }
+  if (first_copies_hang(api, options)) {
+    return detail::concat(version, " cannot do so on two ranks, whose first gather may hang");
   }
   if (options.driver < kOldestDriver && !api.has_safe_symmetric_kernels()) {
     return detail::concat(version, " cannot do so with a driver older than CUDA 12.5");
@@ -73,7 +83,8 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
     policy = chosen_policy(api, use, options);
   }
   path.registers = registers_buffers(api, options);
-  const bool is_safe = path.registers && api.has_windows() && api.has_safe_symmetric_kernels();
+  const bool is_safe = path.registers && api.has_windows() && api.has_safe_symmetric_kernels() &&
+                       !(gathers && first_copies_hang(api, options));
   const bool copies = gathers && policy == nccl::kZeroCtas;
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);

@@ -30,6 +30,10 @@
 // kernel runs. docs/design/cuda.md says which buffers NCCL needs in windows for that. Before 2.30.7
 // only the gather lane has such windows. Its collectives never become symmetric kernels, because
 // sums are on the other lane.
+// From 2.29.0 until 2.31.2, the first gather by copy engines may hang on two ranks: it is told to
+// use the switch for its signals, which is set up in that call, without a barrier (NCCL #2241). On
+// compute capability 10.0, it gathers more than 8 MiB from window to window so, whatever the
+// policy. So the gather lane of two ranks has no windows there.
 //
 // Note [groups in registered buffers]
 // With the policy "efficiency", all collectives of a group use a ring if the sum of their sizes
