@@ -42,12 +42,12 @@ void Lane::host_all_gather(const std::string& what, const std::string& label, co
 }
 
 void Lane::place_in_windows(const std::vector<Movable>& tensors, BufferUse use) {
-  if (registered_ == nullptr || !registered_->can_register() || tensors.empty()) {
+  if (registered_ == nullptr || !registered_->can_register()) {
     return;
   }
   const auto has_to_move = [this](const Movable& tensor) { return !is_registered(tensor.memory); };
   const bool any_has_to = std::any_of(tensors.begin(), tensors.end(), has_to_move);
-  if (registered_->most(any_has_to ? 1 : 0) > 0) {
+  if (!tensors.empty() && registered_->most(any_has_to ? 1 : 0) > 0) {
     for (auto first = tensors.begin(); first != tensors.end();) {
       first = move_into_a_block(first, tensors.end(), use);
     }

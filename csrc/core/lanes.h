@@ -142,7 +142,8 @@ class Lane {
   int registered_buffers() const { return registered_ != nullptr ? registered_->count() : 0; }
 
   // Moves tensors into memory that is registered with the communicator, if it registers any: Note
-  // [shards and gradients in windows]. All ranks call it together with the same sizes.
+  // [shards and gradients in windows]. Then frees registered memory that is no longer used. All
+  // ranks call it together with the same sizes.
   struct Movable {
     const void* memory;
     std::size_t bytes;

@@ -2,7 +2,11 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
+#include <chrono>
+#include <functional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -17,6 +21,18 @@ namespace {
 
 // Ranks that wait for each other notice it after two or three of these intervals.
 constexpr std::chrono::milliseconds kDeadlockInterval{500};
+
+// Waits until all ranks have made this call. Between its calls of the store, other threads may use
+// it.
+void meet_at(c10d::Store& store, const std::string& key, int ranks,
+             const std::function<bool()>& given_up) {
+  constexpr auto kLongestPause = std::chrono::milliseconds(50);
+  auto pause = std::chrono::milliseconds(1);
+  for (auto come = store.add(key, 1); come < ranks && !given_up(); come = store.add(key, 0)) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
+  }
+}
 
 // Deleting lanes waits for their threads. A thread may be in a collective of a process group that
 // is written in Python, and need the GIL. A forked child has no such threads: Note [forks].
@@ -226,6 +242,9 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
     options.lanes = std::make_shared<DeviceLanes>();
     options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,
                                                          members.global_rank, kDeadlockInterval);
+    options.meet = [store, ranks = options.size](const std::string& name, const auto& given_up) {
+      meet_at(*store, "fsdp_ext/meetings/" + name, ranks, given_up);
+    };
     options.ask_others = [board = FailureBoard(std::move(store)), members](
                              const std::string& what) { return board.exchange(what, members); };
   }

@@ -55,6 +55,11 @@ class Barrier {
     return true;
   }
 
+  bool any_waits() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return arrived_ > 0;
+  }
+
   std::vector<const void*> addresses;
 
  private:
@@ -516,7 +521,18 @@ FAKE_NCCL_API Result ncclCommRegister(Comm comm, void* memory, std::size_t bytes
   return result;
 }
 
-FAKE_NCCL_API Result ncclCommDeregister(Comm /*comm*/, void* handle) {
+// Other ranks unmap the buffer, which may wait for what their GPUs run.
+static void unmap_elsewhere(Comm comm) {
+  bool amid_collectives = comm->barrier->any_waits();
+  if (comm->rank == state.slow_to_deregister) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    amid_collectives = amid_collectives || comm->barrier->any_waits();
+  }
+  state.deregistered_amid_collectives += amid_collectives ? 1 : 0;
+}
+
+FAKE_NCCL_API Result ncclCommDeregister(Comm comm, void* handle) {
+  unmap_elsewhere(comm);
   --state.registered_buffers;
   remove_buffer(handle);
   return fsdp::nccl::kSuccess;
@@ -553,7 +569,8 @@ FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t
   return fsdp::nccl::kInProgress;
 }
 
-FAKE_NCCL_API Result ncclCommWindowDeregister(Comm /*comm*/, Window window) {
+FAKE_NCCL_API Result ncclCommWindowDeregister(Comm comm, Window window) {
+  unmap_elsewhere(comm);
   --state.registered_buffers;
   remove_window(window);
   return fsdp::nccl::kSuccess;

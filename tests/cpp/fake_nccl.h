@@ -36,7 +36,9 @@ struct FakeNccl {
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};
   std::atomic<int> overlapping_windows{0};  // that one communicator or another has had already
-  std::atomic<int> misplaced_windows{0};    // whose offsets differ between ranks
+  std::atomic<int> slow_to_deregister{-1};  // a rank
+  std::atomic<int> deregistered_amid_collectives{0};  // while another rank was in one
+  std::atomic<int> misplaced_windows{0};              // whose offsets differ between ranks
   // Of all-gathers and reduce-scatters on registered buffers alone, and of the others.
   std::atomic<int> registered_gathers{0};
   std::atomic<int> plain_gathers{0};

@@ -4,12 +4,15 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <deque>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -58,6 +61,19 @@ inline nccl::Api& find_fake_library() {
   return found->back();
 }
 
+// How many ranks have come to each meeting, by its name.
+class Meetings {
+ public:
+  std::atomic<int>& at(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return come_[name];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::atomic<int>> come_;
+};
+
 class NcclRanks : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -77,6 +93,7 @@ class NcclRanks : public ::testing::Test {
     fake().has_windows = true;
     fake().gathers_nothing = false;
     fake().collectives_hang = false;
+    fake().slow_to_deregister = -1;
     fake().polls_in_progress = 2;
     fake().nodes = 1;
     fake().can_revoke = true;
@@ -91,6 +108,7 @@ class NcclRanks : public ::testing::Test {
     EXPECT_EQ(fake().live_buffers, 0);
     EXPECT_EQ(fake().registered_buffers, 0);
     EXPECT_EQ(fake().misplaced_windows, 0);
+    EXPECT_EQ(fake().deregistered_amid_collectives, 0);
     EXPECT_EQ(fake().erasable_flags, 0);
     EXPECT_EQ(fake().copies_that_hang, 0);
   }
@@ -119,6 +137,7 @@ class NcclRanks : public ::testing::Test {
                                      const nccl::LaneSettings& reductions = {}) {
     nccl::UniqueId id;
     api_.GetUniqueId(&id);
+    const auto meetings = std::make_shared<Meetings>();
     std::vector<std::future<std::string>> ranks;
     for (int r = 0; r < size; ++r) {
       ranks.push_back(std::async(std::launch::async, [=] {
@@ -128,6 +147,12 @@ class NcclRanks : public ::testing::Test {
           options.ask_others = ask_others_;
           options.nodes = fake().nodes;
           options.driver = driver_;
+          options.meet = [meetings, size](const std::string& name, const auto& given_up) {
+            std::atomic<int>& come = meetings->at(name);
+            for (++come; come < size && !given_up();) {
+              std::this_thread::sleep_for(milliseconds(1));
+            }
+          };
           const auto [gather, reduce] = make_nccl_communicators(api_, *device, id, options);
           body({r, *device, *gather, *reduce, device->compute_stream()});
         });

@@ -59,6 +59,7 @@ class NcclCommunicator final : public Communicator {
             [this](std::vector<std::uint64_t> mine, const std::string& what) {
               return exchange(std::move(mine), what);
             },
+            [this](const std::string& what) { meet(what); },
             [this](nccl::Result result, const char* what) { print_error(result, what); }) {}
 
   // The owner has synchronised the stream.
@@ -141,7 +142,6 @@ class NcclCommunicator final : public Communicator {
 
   void gather_in_a_group(Stream& stream, Parts part, Parts end) {
     check();
-    buffers_.free_without_order();
     throw_on_error(api_.GroupStart(), "start a group");
     nccl::Result added = nccl::kSuccess;
     for (; part != end && added == nccl::kSuccess; ++part) {
@@ -202,10 +202,19 @@ class NcclCommunicator final : public Communicator {
 
   std::vector<std::uint64_t> exchange(std::vector<std::uint64_t> mine, const std::string& what);
 
+  // See NcclBuffers::Meet.
+  void meet(const std::string& what) {
+    if (options_.meet != nullptr) {
+      const NcclWatchdog::BlockingCall blocking(watchdog_, what);
+      options_.meet(detail::concat(name_, "/", ++meetings_),
+                    [this] { return watchdog_.has_failed(); });
+      check();
+    }
+  }
+
   template <typename Call>
   void issue(Stream& stream, const Call& collective) {
     check();
-    buffers_.free_without_order();
     const NcclWatchdog::BlockingCall blocking(watchdog_, what());
     throw_on_error(collective(stream.native_handle()), "launch a collective");
     watchdog_.watch_collective(stream, what());
@@ -240,6 +249,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<void> exchange_;
   std::size_t exchange_bytes_ = 0;
   std::uint64_t exchanges_ = 0;
+  std::uint64_t meetings_ = 0;
   std::string exchange_name_;  // of the last exchange, for errors
   NcclWatchdog watchdog_;
   NcclBuffers buffers_;

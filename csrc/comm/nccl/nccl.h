@@ -31,6 +31,11 @@ struct NcclOptions {
   std::shared_ptr<DeviceLanes> lanes = nullptr;
   std::shared_ptr<DeadlockThread> deadlocks = nullptr;
 
+  // Waits on the host until all ranks have passed this name, or until `given_up` returns true. No
+  // two meetings have the same name. Null: ranks do not wait for each other.
+  std::function<void(const std::string& name, const std::function<bool()>& given_up)> meet =
+      nullptr;
+
   // Tells the other ranks what this rank waits for, and returns what they wait for, in sentences.
   // It may take a moment. Null: they are not asked.
   std::function<std::string(const std::string& what)> ask_others = nullptr;

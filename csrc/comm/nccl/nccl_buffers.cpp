@@ -26,7 +26,7 @@ const std::string kAdvice =
 }  // namespace
 
 NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
-                         NcclWatchdog& watchdog, const LanePath& path, Exchange exchange,
+                         NcclWatchdog& watchdog, const LanePath& path, Exchange exchange, Meet meet,
                          Report report)
     : api_(api),
       device_(device),
@@ -34,6 +34,7 @@ NcclBuffers::NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm,
       watchdog_(watchdog),
       path_(path),
       exchange_(std::move(exchange)),
+      meet_(std::move(meet)),
       report_(std::move(report)) {}
 
 std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
@@ -47,10 +48,12 @@ std::shared_ptr<void> NcclBuffers::allocate(std::size_t bytes, BufferUse use) {
   free_unused();
   Buffer buffer = allocate_on_all_ranks(bytes, use);
   std::shared_ptr<void> memory = hand_out(buffer);
-  register_buffer(buffer);
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
-  return memory;
+  if (register_buffer(buffer)) {
+    return memory;
+  }
+  memory.reset();
+  free_together({buffer.number});
+  return device_.allocate(bytes);
 }
 
 // Registering makes ranks wait for each other, so all of them do it, or none.
@@ -87,7 +90,6 @@ std::shared_ptr<void> NcclBuffers::hand_out(const Buffer& buffer) {
       free_apart(std::move(freed));
       return;
     }
-    shared->any_without_order = shared->any_without_order || !freed.has_order();
     shared->unused.emplace(freed.number, std::move(freed));
   };
   return {buffer.memory, put_back};
@@ -180,37 +182,30 @@ std::size_t NcclBuffers::bytes_left(const void* memory) const {
   return buffer.is_registered() && offset < buffer.bytes ? buffer.bytes - offset : 0;
 }
 
-void NcclBuffers::free_without_order() {
-  if (!shared_->any_without_order || device_.is_capturing()) {
-    return;
+void NcclBuffers::free_unused() {
+  const std::vector<std::uint64_t> numbers = unused_on_all_ranks();
+  if (!numbers.empty()) {
+    free_together(numbers);
   }
-  std::vector<Buffer> freed;
-  {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
-    for (auto next = shared_->unused.begin(); next != shared_->unused.end();) {
-      const auto buffer = next++;
-      if (!buffer->second.has_order()) {
-        freed.push_back(shared_->unused.extract(buffer).mapped());
-      }
-    }
-    shared_->any_without_order = false;
-  }
-  const std::shared_ptr<void> guard = device_.make_current();
-  deregister_and_free(freed);
 }
 
-void NcclBuffers::free_unused() {
-  free_without_order();
-  std::vector<Buffer> freed;
-  const std::vector<std::uint64_t> numbers = unused_on_all_ranks();
-  {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
-    for (const std::uint64_t number : numbers) {
-      freed.push_back(shared_->unused.at(number));
-      shared_->unused.erase(number);
+// All ranks pass the same numbers, of unused buffers. See Note [unused buffers].
+void NcclBuffers::free_together(const std::vector<std::uint64_t>& numbers) {
+  synchronize();
+  meet_(kUnused);
+  for (const std::uint64_t number : numbers) {
+    Buffer buffer;
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      buffer = std::move(shared_->unused.extract(number).mapped());
+    }
+    if (deregister(buffer)) {
+      free(buffer);
+    } else {
+      stuck_.push_back(buffer);
     }
   }
-  deregister_and_free(freed);
+  meet_(kUnused);
 }
 
 // Returns the numbers of the buffers that no rank uses, in ascending order.
@@ -219,9 +214,7 @@ std::vector<std::uint64_t> NcclBuffers::unused_on_all_ranks() {
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     for (const auto& [number, buffer] : shared_->unused) {
-      if (buffer.has_order()) {
-        mine.push_back(number);
-      }
+      mine.push_back(number);
     }
   }
   const std::vector<std::uint64_t> counts = exchange_({mine.size()}, kUnused);
@@ -269,10 +262,10 @@ void NcclBuffers::close() {
   }
 }
 
-// If registration fails on all ranks, or NCCL tells all, they use the buffer without it. If it
-// fails on one rank alone, that rank waits in the agreement and the others wait in NCCL until the
-// watchdog ends both. That rank's error says why NCCL failed.
-void NcclBuffers::register_buffer(Buffer& buffer) {
+// If registration fails on all ranks, or NCCL tells all, it returns false. If it fails on one rank
+// alone, that rank waits in the agreement and the others wait in NCCL until the watchdog ends both.
+// That rank's error says why NCCL failed.
+bool NcclBuffers::register_buffer(Buffer& buffer) {
   const NcclWatchdog::ShortLimit limit(watchdog_, kLongestRegistration, kAdvice);
   const nccl::Result result = register_with_nccl(buffer);
   const std::string what = result == nccl::kSuccess
@@ -280,13 +273,12 @@ void NcclBuffers::register_buffer(Buffer& buffer) {
                                : detail::concat(kRegistration, ", in which NCCL failed (",
                                                 api_.describe(comm_, result), ")");
   registered_ += buffer.is_registered() ? 1 : 0;
-  if (all_agree(buffer.is_registered(), what)) {
-    return;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
   }
-  cannot_register_ = true;
-  deregister(buffer);
-  buffer.window = nullptr;
-  buffer.handle = nullptr;
+  cannot_register_ = !all_agree(buffer.is_registered(), what);
+  return !cannot_register_;
 }
 
 // NCCL from 2.29 on makes no windows between ranks that cannot read each other's memory, but can
@@ -329,19 +321,6 @@ bool NcclBuffers::deregister(const Buffer& buffer) {
                                   : api_.CommDeregister(comm_, buffer.handle);
   report_(result, "deregister a buffer of");
   return result == nccl::kSuccess;
-}
-
-void NcclBuffers::deregister_and_free(const std::vector<Buffer>& buffers) {
-  if (!buffers.empty()) {
-    synchronize();
-  }
-  for (const Buffer& buffer : buffers) {
-    if (deregister(buffer)) {
-      free(buffer);
-    } else {
-      stuck_.push_back(buffer);
-    }
-  }
 }
 
 // Private memory is freed when the last copy of its buffer is gone.

@@ -6,20 +6,21 @@
 // the switch adds up other memory. NCCL assigns offsets as windows come and go (2.30,
 // dev_runtime.cc), so all ranks have to register and deregister in one order. But each rank frees a
 // buffer when its own garbage collector does, and users hold shards and gradients as long as they
-// like. So when ranks are together next, to allocate, they deregister and free the windows that no
-// rank uses, in the order in which they were made. The order of other buffers does not matter.
+// like. So when ranks are together next, to allocate, they deregister and free the buffers that no
+// rank uses, in the order in which they were made.
 //
 // Note [unused buffers]
 // Any thread may free a buffer: the garbage collector frees a model on the thread that it happens
 // to run on, while another thread issues collectives of other models on the same communicator. But
-// NCCL has no lock around what a communicator has registered, and unmapping memory waits for the
-// whole device, which would break another thread's graph capture. So freeing a buffer only puts it
-// on a list. The thread that calls the communicator next deregisters and frees the buffer. It frees
-// windows when ranks allocate together, and other buffers also before a collective, except during a
-// capture. Closing the communicator deregisters what is left.
-// The wait for the device does not end if other work in flight needs the collective that comes
-// after it: a receive on another stream, for example, whose sender needs the output of this rank's
-// next forward. Waiting for fewer streams would not help, because cuMemUnmap is synchronous, too.
+// NCCL has no lock around what a communicator has registered. And deregistering is no matter of one
+// rank: NCCL has other processes unmap the buffer and waits for them (ncclCommDeregister,
+// ncclProxyCallBlocking), while unmapping may wait for all that their GPU runs. If that is a
+// collective with the rank that deregisters, both wait for ever. So freeing a buffer only puts it
+// on a list. When ranks are together next, each waits for its device, all meet on the host, each
+// deregisters and frees, and they meet again before any launches the next collective. Closing the
+// communicator deregisters what is left.
+// The wait for the device does not end if other work in flight needs this rank: a receive on
+// another stream, for example, whose sender needs the output of this rank's next forward.
 #pragma once
 
 #include <atomic>
@@ -47,12 +48,14 @@ class NcclBuffers final : public RegisteredMemory {
   // equally many. Errors name the exchange `what`.
   using Exchange = std::function<std::vector<std::uint64_t>(std::vector<std::uint64_t> mine,
                                                             const std::string& what)>;
+  // Waits on the host until all ranks have made this call, too. Errors name the meeting `what`.
+  using Meet = std::function<void(const std::string& what)>;
   // For calls whose caller cannot handle an error; `what` names the action that failed.
   using Report = std::function<void(nccl::Result result, const char* what)>;
 
   // All of these outlive this object.
   NcclBuffers(const nccl::Api& api, Device& device, nccl::Comm comm, NcclWatchdog& watchdog,
-              const LanePath& path, Exchange exchange, Report report);
+              const LanePath& path, Exchange exchange, Meet meet, Report report);
 
   NcclBuffers(const NcclBuffers&) = delete;
   NcclBuffers& operator=(const NcclBuffers&) = delete;
@@ -68,8 +71,6 @@ class NcclBuffers final : public RegisteredMemory {
   std::size_t bytes_left(const void* memory) const;
   int count() const override { return registered_; }
   void free_unused() override;
-  // Frees the unused buffers that are no windows. Ranks need not call it together.
-  void free_without_order();
   std::uint64_t most(std::uint64_t mine) override;
   // Before the communicator is closed.
   void close();
@@ -85,18 +86,14 @@ class NcclBuffers final : public RegisteredMemory {
     void* handle = nullptr;
 
     bool is_registered() const { return window != nullptr || handle != nullptr; }
-    // The same on all ranks, since NCCL makes windows on all of them or on none. See Note [order
-    // of windows].
-    bool has_order() const { return window != nullptr; }
   };
 
   // State that the deleters of buffers share with this object, which they may outlive.
   struct Shared {
     std::mutex mutex;
     bool closed = false;
-    std::map<const char*, Buffer> held;          // by address, also after closing
-    std::map<std::uint64_t, Buffer> unused;      // by number: Note [unused buffers]
-    std::atomic<bool> any_without_order{false};  // of those
+    std::map<const char*, Buffer> held;      // by address, also after closing
+    std::map<std::uint64_t, Buffer> unused;  // by number: Note [unused buffers]
   };
 
   // Whether all ranks pass true.
@@ -108,11 +105,11 @@ class NcclBuffers final : public RegisteredMemory {
   Buffer try_to_allocate(std::size_t bytes, BufferUse use);
   Buffer try_once_to_allocate(std::size_t bytes, BufferUse use);
   std::shared_ptr<void> allocate_private(std::size_t bytes);
-  void register_buffer(Buffer& buffer);
+  bool register_buffer(Buffer& buffer);
   nccl::Result register_with_nccl(Buffer& buffer);
   nccl::Result register_window(Buffer& buffer);
   bool deregister(const Buffer& buffer);
-  void deregister_and_free(const std::vector<Buffer>& buffers);
+  void free_together(const std::vector<std::uint64_t>& numbers);
   void free(const Buffer& buffer);
   void synchronize();
 
@@ -120,8 +117,9 @@ class NcclBuffers final : public RegisteredMemory {
   Device& device_;
   nccl::Comm comm_;
   NcclWatchdog& watchdog_;
-  const LanePath path_;
+  LanePath path_;
   Exchange exchange_;
+  Meet meet_;
   Report report_;
   std::atomic<int> registered_{0};
   bool cannot_register_ = false;
