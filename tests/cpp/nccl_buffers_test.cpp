@@ -250,6 +250,45 @@ TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 0);
 }
 
+// NCCL 2.29 and newer makes no windows where it has no symmetric memory.
+TEST_F(NcclRanks, RegisterBuffersAsWithoutWindowsWhereThereAreNone) {
+  use_version(23206);
+  fake().has_windows = false;
+  run_ranks(2, [](Rank rank) {
+    EXPECT_TRUE(rank.reduce.registered_memory()->registers_gradients());
+    const auto output = rank.reduce.allocate(rank.device, 4096, BufferUse::Output);
+    EXPECT_EQ(rank.reduce.registered_memory()->count(), 1);
+    EXPECT_FALSE(rank.reduce.registered_memory()->registers_gradients());
+    const auto input = rank.reduce.allocate(rank.device, 4096, BufferUse::Input);
+    EXPECT_EQ(rank.reduce.registered_memory()->count(), 2);
+  });
+  const auto calls = fake().drain_calls();
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "window"), 2);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 4);
+}
+
+// Such groups have to be cut: Note [groups in registered buffers].
+TEST_F(NcclRanks, LetTheSwitchGatherGroupsWhereThereAreNoWindows) {
+  use_version(23206);
+  fake().has_windows = false;
+  fake().ring_gathers = 0;
+  nccl::LaneSettings few_blocks;
+  few_blocks.cta_policy = nccl::kEfficiencyPolicy;
+  run_ranks(
+      2,
+      [](Rank rank) {
+        const auto input = rank.gather.allocate(rank.device, 128, BufferUse::Shard);
+        const auto output = rank.gather.allocate(rank.device, 256, BufferUse::Output);
+        const auto part = [&](std::size_t from) {
+          return GatherPart{static_cast<char*>(input.get()) + from,
+                            static_cast<char*>(output.get()) + 2 * from, 64};
+        };
+        rank.gather.all_gather_parts(rank.stream, {part(0), part(64)});
+      },
+      milliseconds(20000), true, few_blocks);
+  EXPECT_EQ(fake().ring_gathers, 0);
+}
+
 // Each try would move shards and gradients to other memory.
 TEST_F(NcclRanks, TryNoMoreAfterARegistrationHasFailed) {
   fake().register_result = 4;

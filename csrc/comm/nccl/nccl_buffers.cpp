@@ -281,8 +281,8 @@ bool NcclBuffers::register_buffer(Buffer& buffer) {
   return !cannot_register_;
 }
 
-// NCCL from 2.29 on makes no windows between ranks that cannot read each other's memory, but can
-// still register buffers for the network.
+// NCCL from 2.29 on makes no windows where it has no symmetric memory. All ranks learn it alike,
+// and register this buffer and later ones as before 2.30.7.
 nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
   const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
   if (buffer.is_symmetric) {
@@ -290,6 +290,7 @@ nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
     if (result != nccl::kSuccess || buffer.window != nullptr || api_.CommRegister == nullptr) {
       return result;
     }
+    path_.symmetric_inputs = path_.symmetric_outputs = false;
   }
   const nccl::Result result = api_.CommRegister(comm_, buffer.memory, buffer.bytes, &buffer.handle);
   buffer.handle = result == nccl::kSuccess ? buffer.handle : nullptr;
