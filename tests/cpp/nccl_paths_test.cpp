@@ -188,6 +188,31 @@ TEST_F(NcclPaths, AreRefusedIfTheVersionLacksThemOrIsNotSafe) {
   EXPECT_EQ(refusal(22703, kAutoPolicy), kNothingThrown);
 }
 
+// See Note [symmetric kernels].
+TEST_F(NcclPaths, AreRefusedWhereVariablesLetKernelsRunTooEarly) {
+  const auto refused_with = [&](const char* variable, const char* value, int version) {
+    setenv(variable, value, 1);
+    const std::string message = refusal(version, kUndefined);
+    unsetenv(variable);
+    return message;
+  };
+  const std::vector<std::pair<const char*, const char*>> unsafe = {
+      {"NCCL_SYM_NOWIN_ENABLE", "1"},
+      {"NCCL_SYM_KERNEL", "ReduceScatter_LL"},
+      {"NCCL_SYM_KERNEL", "AllReduce_AGxLL_R"}};
+  for (const auto& [variable, value] : unsafe) {
+    for (const int version : {22907, 23006}) {
+      EXPECT_SAYS(refused_with(variable, value, version),
+                  std::string(variable) + "='" + value + "' lets NCCL 2.");
+    }
+    for (const int version : {22809, 23007}) {
+      EXPECT_EQ(refused_with(variable, value, version), kNothingThrown);
+    }
+  }
+  EXPECT_EQ(refused_with("NCCL_SYM_NOWIN_ENABLE", "0", 22907), kNothingThrown);
+  EXPECT_EQ(refused_with("NCCL_SYM_KERNEL", "ReduceScatter_LD", 22907), kNothingThrown);
+}
+
 // Otherwise a kernel could start before the stream's earlier work has ended.
 TEST_F(NcclPaths, RunNoSymmetricKernelBefore2307) {
   nccl::LaneSettings copies;

@@ -1,6 +1,7 @@
 #include "comm/nccl/nccl_paths.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -47,6 +48,26 @@ std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options)
   return "";
 }
 
+// See Note [symmetric kernels].
+void check_environment(const nccl::Api& api, const NcclOptions& options) {
+  if (options.size == 1 || api.version < kFirstThatCopiesPlainInputs ||
+      api.has_safe_symmetric_kernels()) {
+    return;
+  }
+  const auto value_of = [](const char* variable) {
+    const char* text = std::getenv(variable);
+    return std::string(text != nullptr ? text : "");
+  };
+  const auto check = [&](const char* variable, bool is_safe) {
+    FSDP_CHECK(is_safe, variable, "='", value_of(variable), "' lets NCCL ", api.version_text(),
+               " start kernels before the data that they read is there. Unset it, or upgrade NCCL "
+               "to 2.30.7 or newer.");
+  };
+  check("NCCL_SYM_NOWIN_ENABLE",
+        std::strtoll(value_of("NCCL_SYM_NOWIN_ENABLE").c_str(), nullptr, 0) == 0);
+  check("NCCL_SYM_KERNEL", value_of("NCCL_SYM_KERNEL").find("LL") == std::string::npos);
+}
+
 void check_policy(const nccl::Api& api, const NcclOptions& options, int policy,
                   const char* variable) {
   FSDP_CHECK(policy == nccl::kAutoPolicy || api.version >= nccl::kWholeConfig, variable,
@@ -73,6 +94,7 @@ int chosen_policy(const nccl::Api& api, LaneUse use, const NcclOptions& options)
 
 LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
   const bool gathers = use == LaneUse::Gathers;
+  check_environment(api, options);
   LanePath path;
   path.settings = gathers ? options.gather : options.reduce;
   int& policy = path.settings.cta_policy;

@@ -23,7 +23,8 @@
 // NCCL's symmetric kernels may start before the stream's work before them has ended ("programmatic
 // stream serialization"). From 2.28.0 until 2.30.7 they do not wait for it, so a reduce-scatter
 // could read its input before pack has written it. Before 2.30.7 buffers are therefore no windows,
-// with one exception.
+// with one exception. From 2.29.0 on, two variables of NCCL's let the kernels for small messages
+// (LL) run without windows, too, so both are refused until 2.30.7.
 //
 // Note [copy engines]
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
@@ -88,7 +89,8 @@ struct LanePath {
   }
 };
 
-// Throws Error if this version lacks a setting, or if a setting is not safe there.
+// Throws Error if this version lacks a setting, or if a setting or NCCL's variables are not safe
+// there.
 LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& options);
 
 // The number of parts in each group of a gather of `ranks` ranks. `bytes_left` returns the number
