@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -64,9 +65,12 @@ TEST_F(NcclRanks, LaunchAGroupAsOne) {
 // Note [blocking communicators]
 TEST_F(NcclRanks, JoinWithoutBlockingAndThenBlock) {
   run_ranks(1, [](Rank) {});
-  EXPECT_EQ(fake().drain_calls(),
-            (std::vector<std::string>{"non-blocking init", "split", "split", "finalize", "destroy",
-                                      "finalize", "destroy", "finalize", "destroy"}));
+  const std::vector<std::string> calls = fake().drain_calls();
+  ASSERT_EQ(calls.size(), 9U);
+  EXPECT_EQ(
+      std::vector<std::string>(calls.begin(), calls.begin() + 5),
+      (std::vector<std::string>{"non-blocking init", "split", "split", "finalize", "destroy"}));
+  EXPECT_EQ(std::count(calls.begin() + 5, calls.end(), "destroy"), 2);
 }
 
 TEST_F(NcclRanks, GiveEachLaneItsSettings) {
@@ -286,7 +290,17 @@ TEST_F(NcclRanks, LeaveAGroupInWhichACommunicatorFails) {
 }
 
 TEST_F(NcclRanks, CloseEvenIfAPeerHasGone) {
-  run_ranks(1, [](Rank) { fake().collectives_hang = true; }, milliseconds(50));
+  ::testing::internal::CaptureStderr();
+  const auto before = std::chrono::steady_clock::now();
+  run_ranks(1, [](Rank) { fake().collectives_hang = true; }, milliseconds(500));
+  // Both lanes are closed at once, while a peer that is late may still come.
+  EXPECT_LT(std::chrono::steady_clock::now() - before, milliseconds(900));
+  const std::string printed = ::testing::internal::GetCapturedStderr();
+  for (const char* lane : {"gather", "reduce"}) {
+    EXPECT_SAYS(printed, std::string("rank 0 waited 500 ms for all ranks to close the ") + lane +
+                             " communicator and went on without them. Some rank has not closed it "
+                             "yet, or has failed.");
+  }
 }
 
 }  // namespace

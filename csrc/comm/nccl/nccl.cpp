@@ -42,16 +42,63 @@ nccl::DataType data_type(DType dtype) {
   throw Error("A reduction got bytes. Pass a floating-point dtype.");
 }
 
+void print_nccl_error(const Api& api, int rank, nccl::Result result, const char* what,
+                      const std::string& name) {
+  std::fprintf(stderr, "fsdp_ext: rank %d: NCCL could not %s the %s communicator: %s\n", rank, what,
+               name.c_str(), api.GetErrorString(result));
+}
+
+// The communicators of both lanes that are being closed, which their owners share. When the last
+// owner has gone, this waits for both at once. Closing waits for peers, because the network may
+// still carry data that they have not received. Until all ring neighbours have closed theirs, too,
+// NCCL's thread for the network stays. If peers do not close within the limit, or a CUDA graph
+// holds a communicator, the process goes on and detached threads finish the closing.
+class NcclClosing {
+ public:
+  NcclClosing(const Api& api, const NcclOptions& options)
+      : api_(api), rank_(options.rank), limit_(std::min(options.timeout, kLongestClose)) {}
+  NcclClosing(const NcclClosing&) = delete;
+  NcclClosing& operator=(const NcclClosing&) = delete;
+
+  ~NcclClosing() {
+    const auto end = std::chrono::steady_clock::now() + limit_;
+    for (auto& [done, name] : closing_) {
+      if (done.wait_until(end) != std::future_status::ready) {
+        std::fprintf(stderr,
+                     "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator and"
+                     " went on without them. Some rank has not closed it yet, or has failed.\n",
+                     rank_, static_cast<int>(limit_.count()), name.c_str());
+      } else if (const nccl::Result result = done.get(); result != nccl::kSuccess) {
+        print_nccl_error(api_, rank_, result, "close", name);
+      }
+    }
+  }
+
+  // Nothing waits for what a graph has captured.
+  void add(std::future<nccl::Result> done, const std::string& name, bool is_captured) {
+    if (!is_captured) {
+      closing_.emplace_back(std::move(done), name);
+    }
+  }
+
+ private:
+  const Api& api_;
+  const int rank_;
+  const std::chrono::milliseconds limit_;
+  std::vector<std::pair<std::future<nccl::Result>, std::string>> closing_;
+};
+
 class NcclCommunicator final : public Communicator {
  public:
   // `lane` is 0 for gathers and 1 for reductions.
   NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options,
-                   const LanePath& path, int lane)
+                   const LanePath& path, int lane, std::shared_ptr<NcclClosing> closing)
       : Communicator(nccl_traits(), options.rank, options.size),
         api_(api),
         device_(device),
         comm_(comm),
         options_(options),
+        closing_(std::move(closing)),
         name_(lane == 0 ? "gather" : "reduce"),
         watchdog_(api, device, comm, options, name_, lane),
         buffers_(
@@ -169,34 +216,21 @@ class NcclCommunicator final : public Communicator {
     check();
   }
 
-  // Closing waits for peers, because the network may still carry data that they have not received.
-  // If peers do not close within the limit, or a CUDA graph holds the communicator, the process
-  // goes on and the detached thread finishes the closing.
   void close() {
-    std::future<nccl::Result> done =
-        nccl::call_apart(nccl::selector_of(device_), [&api = api_, comm = comm_] {
-          const nccl::Result finalized = nccl::finish(api, comm, api.CommFinalize(comm));
-          const nccl::Result destroyed = api.CommDestroy(comm);
-          return finalized != nccl::kSuccess ? finalized : destroyed;
-        });
-    const bool captured = watchdog_.has_captured();
-    const auto limit =
-        captured ? std::chrono::milliseconds(0) : std::min(options_.timeout, kLongestClose);
-    if (done.wait_for(limit) == std::future_status::ready) {
-      print_error(done.get(), "close");
-    } else if (!captured) {
-      std::fprintf(stderr,
-                   "fsdp_ext: rank %d waited %d ms for all ranks to close the %s communicator and"
-                   " went on without them. Some rank has failed.\n",
-                   options_.rank, static_cast<int>(limit.count()), name_.c_str());
-    }
+    closing_->add(nccl::call_apart(nccl::selector_of(device_),
+                                   [&api = api_, comm = comm_] {
+                                     const nccl::Result finalized =
+                                         nccl::finish(api, comm, api.CommFinalize(comm));
+                                     const nccl::Result destroyed = api.CommDestroy(comm);
+                                     return finalized != nccl::kSuccess ? finalized : destroyed;
+                                   }),
+                  name_, watchdog_.has_captured());
   }
 
   // For calls whose caller cannot handle an error.
   void print_error(nccl::Result result, const char* what) {
     if (result != nccl::kSuccess && !watchdog_.has_failed()) {
-      std::fprintf(stderr, "fsdp_ext: rank %d: NCCL could not %s the %s communicator: %s\n",
-                   options_.rank, what, name_.c_str(), api_.GetErrorString(result));
+      print_nccl_error(api_, options_.rank, result, what, name_);
     }
   }
 
@@ -244,6 +278,7 @@ class NcclCommunicator final : public Communicator {
   Device& device_;
   Comm comm_;
   NcclOptions options_;
+  std::shared_ptr<NcclClosing> closing_;
   std::string name_;
   Stream* lane_stream_ = nullptr;  // null if no lane uses this communicator
   std::shared_ptr<void> exchange_;
@@ -298,8 +333,10 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   const LanePath gathers = path_of_lane(api, LaneUse::Gathers, options);
   const LanePath reductions = path_of_lane(api, LaneUse::Reductions, options);
   NcclJoined joined = join_nccl_ranks(api, id, options, gathers.settings, reductions.settings);
+  const auto closing = std::make_shared<NcclClosing>(api, options);
   const auto make = [&](NcclCommGuard& comm, const LanePath& path, int lane) {
-    auto made = std::make_unique<NcclCommunicator>(api, device, comm.get(), options, path, lane);
+    auto made =
+        std::make_unique<NcclCommunicator>(api, device, comm.get(), options, path, lane, closing);
     comm.release();
     return made;
   };
