@@ -65,12 +65,28 @@ TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
               "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
 }
 
-TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwo) {
+TEST_F(NcclLibrary, IsRefusedIfItIsNotTheOneThatTorchUses) {
+  void* const torch = dlopen(FAKE_TORCH_LIBRARY, RTLD_NOW);
+  ASSERT_NE(torch, nullptr);
+  void* const other = dlopen(kOtherLibrary, RTLD_NOW);
+  ASSERT_NE(other, nullptr);
+  EXPECT_EQ(nccl::find_library({}).path, kLibrary);  // nobody uses the other one
+  setenv("FSDP_EXT_NCCL_SO", kOtherLibrary, 1);
+  const std::string message = message_of([] { nccl::find_library({}); });
+  dlclose(torch);
+  dlclose(other);
+  EXPECT_SAYS(message, std::string("torch uses the NCCL library '") + kLibrary);
+  EXPECT_SAYS(message,
+              std::string("but fsdp_ext found '") + kOtherLibrary + "' in FSDP_EXT_NCCL_SO='");
+}
+
+TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwoAndNoTorch) {
   void* const other = dlopen(kOtherLibrary, RTLD_NOW);
   ASSERT_NE(other, nullptr);
   const std::string message = message_of([] { nccl::find_library({}); });
   dlclose(other);
   EXPECT_SAYS(message, "The process has loaded 2 NCCL libraries");
+  EXPECT_SAYS(message, "it cannot be told which one torch uses");
   EXPECT_SAYS(message, kLibrary);
   EXPECT_SAYS(message, kOtherLibrary);
 }

@@ -73,17 +73,47 @@ void find_functions(void* handle, Api& api) {
   find_function(handle, "ncclCommWindowDeregister", api.CommWindowDeregister);
 }
 
-// Two libraries in one process have separate threads and memory, and neither knows how the other
-// uses the network and the GPU.
-void check_only_one(const Library& library) {
+// The library that has this function; empty if there is none.
+std::string path_of(void* function) {
+  Dl_info info{};
+  const bool is_found = function != nullptr && dladdr(function, &info) != 0;
+  return is_found && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+// The library that torch uses; empty if the process has no torch for GPUs.
+std::string library_of_torch() {
+  void* const torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  if (torch == nullptr) {
+    return "";
+  }
+  const std::string path = path_of(dlsym(torch, "ncclGetVersion"));
+  dlclose(torch);
+  return path;
+}
+
+// Torch's library and another one in one process have separate threads and memory, and neither
+// knows how the other uses the network and the GPU. Libraries that neither torch nor fsdp_ext uses
+// do no harm.
+void check_only_one(const std::string& found, const Library& library) {
+  const std::string of_torch = library_of_torch();
+  FSDP_CHECK(of_torch.empty() || found == of_torch, "torch uses the NCCL library '", of_torch,
+             "', but fsdp_ext found '", found, "' in ", library.source,
+             ". Unset FSDP_EXT_NCCL_SO, or set it to torch's.");
   const std::vector<std::string> loaded = loaded_libraries();
+  if (!of_torch.empty() || loaded.size() <= 1) {
+    return;
+  }
   std::string listed;
   for (const std::string& path : loaded) {
     listed += (listed.empty() ? "'" : "', '") + path;
   }
-  FSDP_CHECK(loaded.size() <= 1, "The process has loaded ", loaded.size(),
-             " NCCL libraries: ", listed, "'. fsdp_ext found its own in ", library.source,
-             ". Unset FSDP_EXT_NCCL_SO, or set it to the library that torch uses.");
+  throw Error(
+      detail::concat("The process has loaded ", loaded.size(), " NCCL libraries: ", listed,
+                     "', and it cannot be told which one torch uses. fsdp_ext found its own "
+                     "in ",
+                     library.source,
+                     ". Load one of them only, the one that FSDP_EXT_NCCL_SO names if it "
+                     "is set."));
 }
 
 }  // namespace
@@ -127,12 +157,8 @@ Api find_library(const std::vector<std::string>& candidates) {
   const Library library = open_library(candidates);
   Api api;
   find_functions(library.handle, api);
-  Dl_info info{};
-  if (api.GetVersion != nullptr && dladdr(reinterpret_cast<void*>(api.GetVersion), &info) != 0 &&
-      info.dli_fname != nullptr) {
-    api.path = info.dli_fname;
-  }
-  check_only_one(library);
+  api.path = path_of(reinterpret_cast<void*>(api.GetVersion));
+  check_only_one(api.path, library);
   FSDP_CHECK(api.GetVersion != nullptr && api.GetVersion(&api.version) == kSuccess,
              "The library from ", library.source,
              " is not NCCL: it has no ncclGetVersion that works. Set "

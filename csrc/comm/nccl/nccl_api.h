@@ -134,7 +134,8 @@ struct Api {
 // Loads the library: $FSDP_EXT_NCCL_SO, else the one that the process has loaded (torch's), else
 // the first of `candidates` that exists, else the one that the dynamic linker finds.
 //
-// Throws Error if there is none, if it is too old or lacks a function, or if the process has two.
+// Throws Error if there is none, if it is too old or lacks a function, or if torch uses another
+// one.
 Api find_library(const std::vector<std::string>& candidates);
 // The same, but only the first call loads it.
 const Api& load(const std::vector<std::string>& candidates);
