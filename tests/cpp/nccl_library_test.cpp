@@ -65,12 +65,14 @@ TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
               "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
 }
 
-TEST_F(NcclLibrary, IsRefusedIfItIsNotTheOneThatTorchUses) {
+TEST_F(NcclLibrary, IsTheOneThatTorchUses) {
   void* const torch = dlopen(FAKE_TORCH_LIBRARY, RTLD_NOW);
   ASSERT_NE(torch, nullptr);
   void* const other = dlopen(kOtherLibrary, RTLD_NOW);
   ASSERT_NE(other, nullptr);
   EXPECT_EQ(nccl::find_library({}).path, kLibrary);  // nobody uses the other one
+  unsetenv("FSDP_EXT_NCCL_SO");
+  EXPECT_EQ(nccl::find_library({}).path, kLibrary);
   setenv("FSDP_EXT_NCCL_SO", kOtherLibrary, 1);
   const std::string message = message_of([] { nccl::find_library({}); });
   dlclose(torch);

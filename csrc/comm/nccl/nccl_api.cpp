@@ -19,6 +19,24 @@ struct Library {
   std::string source;  // where it was found, for error messages
 };
 
+// The library that has this function; empty if there is none.
+std::string path_of(void* function) {
+  Dl_info info{};
+  const bool is_found = function != nullptr && dladdr(function, &info) != 0;
+  return is_found && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+// The library that torch uses; empty if the process has no torch for GPUs.
+std::string library_of_torch() {
+  void* const torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  if (torch == nullptr) {
+    return "";
+  }
+  const std::string path = path_of(dlsym(torch, "ncclGetVersion"));
+  dlclose(torch);
+  return path;
+}
+
 Library open_library(const std::vector<std::string>& candidates) {
   const char* named = std::getenv("FSDP_EXT_NCCL_SO");
   if (named != nullptr && named[0] != '\0') {
@@ -27,6 +45,10 @@ Library open_library(const std::vector<std::string>& candidates) {
                "' is not a library that can be loaded: ", dlerror(),
                ". Set it to an NCCL library, or unset it.");
     return {handle, detail::concat("FSDP_EXT_NCCL_SO='", named, "'")};
+  }
+  const std::string of_torch = library_of_torch();
+  if (void* handle = of_torch.empty() ? nullptr : dlopen(of_torch.c_str(), RTLD_NOW)) {
+    return {handle, "torch"};
   }
   if (void* handle = dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) {
     return {handle, "the process"};
@@ -71,24 +93,6 @@ void find_functions(void* handle, Api& api) {
   find_function(handle, "ncclCommDeregister", api.CommDeregister);
   find_function(handle, "ncclCommWindowRegister", api.CommWindowRegister);
   find_function(handle, "ncclCommWindowDeregister", api.CommWindowDeregister);
-}
-
-// The library that has this function; empty if there is none.
-std::string path_of(void* function) {
-  Dl_info info{};
-  const bool is_found = function != nullptr && dladdr(function, &info) != 0;
-  return is_found && info.dli_fname != nullptr ? info.dli_fname : "";
-}
-
-// The library that torch uses; empty if the process has no torch for GPUs.
-std::string library_of_torch() {
-  void* const torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-  if (torch == nullptr) {
-    return "";
-  }
-  const std::string path = path_of(dlsym(torch, "ncclGetVersion"));
-  dlclose(torch);
-  return path;
 }
 
 // Torch's library and another one in one process have separate threads and memory, and neither

@@ -131,8 +131,9 @@ struct Api {
   std::string describe(Comm comm, Result error) const;
 };
 
-// Loads the library: $FSDP_EXT_NCCL_SO, else the one that the process has loaded (torch's), else
-// the first of `candidates` that exists, else the one that the dynamic linker finds.
+// Loads the library: $FSDP_EXT_NCCL_SO, else the one that torch uses, which may be a part of torch,
+// else the one that the process has loaded, else the first of `candidates` that exists, else the
+// one that the dynamic linker finds.
 //
 // Throws Error if there is none, if it is too old or lacks a function, or if torch uses another
 // one.
