@@ -819,8 +819,8 @@ FAULTS = (
     Fault(
         "what an interrupted save has left stays",
         f"{CHECKPOINT}/directory.py",
-        "disk.remove_directory(path)",
-        within="            disk.remove_directory(path)\n        elif",
+        "disk.remove_directory(dying)",
+        within="            disk.remove_directory(dying)\n        elif",
         python=("interrupted",),
     ),
     Fault(

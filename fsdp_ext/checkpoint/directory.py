@@ -2,14 +2,17 @@
 
 Note [saving]
 A checkpoint is a directory ``checkpoint-000012`` in it. While it is written it has another name,
-``.saving-000012``. When all its files and their names are on the disk, one rename makes it a
-checkpoint. A process that is killed before that leaves a directory that nobody takes for a
-checkpoint, and the next save removes it. Older checkpoints are removed only after the new one
-stands. Each is renamed to ``.deleting-000003`` first, so an interrupted removal leaves no
-incomplete checkpoint.
+``.saving-000012-5f0c93d2``, which ends in a random token. When all its files and their names are on
+the disk, one rename makes it a checkpoint. A process that is killed before that leaves a directory
+that nobody takes for a checkpoint, and the next save removes it. Older checkpoints are removed only
+after the new one stands. Each is renamed to ``.deleting-000003`` first, so an interrupted removal
+leaves no incomplete checkpoint.
 
 Rank 0 holds a lock of the directory while it saves. So no other job writes there, and every
-unfinished checkpoint was left by a job that has ended.
+unfinished checkpoint was left by a job that has ended. Some network file systems have no locks.
+There, a job may remove what another one still writes. The other one must not report success for it:
+the token keeps it from writing into the new directory, and the removal begins with a rename, after
+which it can neither write its index nor make its directory a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,11 +82,11 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Some network file systems have no locks.
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise FileExistsError(
                     f"Another job is saving into {directory}. Give each job its own directory."
                 ) from error
+            _warn_of_no_lock(directory, error.strerror)
         yield
     finally:
         # A process that was forked meanwhile shares the lock, so closing does not release it.
@@ -90,16 +95,26 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
+@functools.cache  # once for each directory
+def _warn_of_no_lock(directory: Path, reason: str) -> None:
+    warn_caller(
+        f"{directory} cannot be locked ({reason}). If two jobs save into it at the same time, at "
+        "least one of the saves fails. Give each job its own directory."
+    )
+
+
 def begin(directory: Path) -> Path:
     """Make the folder where the next checkpoint is written. Rank 0 calls it, with the lock."""
-    for path in directory.iterdir():
+    for path in [*directory.iterdir()]:
         if path.name.startswith(_SAVING):
-            disk.remove_directory(path)
+            dying = path.with_name(path.name.replace(_SAVING, _DELETING))
+            disk.rename(path, dying)
+            disk.remove_directory(dying)
         elif path.name.startswith(_DELETING):
             _remove(path)
     found = checkpoints(directory)
     number = _number(found[-1]) + 1 if found else 1
-    folder = directory / f"{_SAVING}{number:06}"
+    folder = directory / f"{_SAVING}{number:06}-{secrets.token_hex(4)}"
     disk.make_directory(folder)
     return folder
 
@@ -107,7 +122,8 @@ def begin(directory: Path) -> Path:
 def commit(folder: Path) -> Path:
     """Make what was written a checkpoint, and return its path. Rank 0 calls it."""
     disk.flush_path(folder)
-    target = folder.with_name(folder.name.replace(_SAVING, "checkpoint-"))
+    number = folder.name.removeprefix(_SAVING).partition("-")[0]
+    target = folder.with_name(f"checkpoint-{number}")
     disk.rename(folder, target)
     disk.flush_path(target.parent)
     return target
@@ -121,9 +137,10 @@ def remove_old(directory: Path, keep: int) -> None:
 
 def _remove(path: Path) -> None:
     """Remove an old checkpoint, or warn: the new checkpoint does not depend on it."""
-    dying = path.with_name(f"{_DELETING}{_number(path):06}")
+    dying = path
     try:
-        if path != dying:
+        if not path.name.startswith(_DELETING):
+            dying = path.with_name(f"{_DELETING}{_number(path):06}")
             disk.rename(path, dying)
         disk.remove_directory(dying)
     except OSError as error:

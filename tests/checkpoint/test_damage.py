@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -30,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint import disk, loading
+from fsdp_ext.checkpoint import disk, loading, saving
 from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
@@ -348,6 +350,61 @@ def test_another_job_that_writes_there(tmp_path: Path) -> None:
     ):
         checkpoint.save(tmp_path, model)
     checkpoint.save(tmp_path, model)
+
+
+@pytest.mark.parametrize("moment", ["before its index is written", "in the middle of its removal"])
+def test_a_job_whose_files_another_one_removes_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)  # so jobs do not know of each other
+    model = made()[0]
+    with pytest.warns(UserWarning, match=r"cannot be locked \(Function not implemented\)\."):
+        checkpoint.save(tmp_path, model)
+    written, go_on = threading.Event(), threading.Event()
+    write_files, remove = saving._write_files, disk.remove
+    outcomes: list[object] = []
+
+    def save() -> None:
+        try:
+            outcomes.append(checkpoint.save(tmp_path, model, keep=1))
+        except OSError as error:
+            outcomes.append(error)
+
+    other = threading.Thread(target=save)
+
+    def end_the_other_job() -> None:
+        go_on.set()
+        other.join()
+
+    def write(*args: Any) -> dict[str, Any]:
+        if threading.current_thread() is other:
+            files = write_files(*args)
+            written.set()
+            assert go_on.wait(60)
+            return files
+        end_the_other_job()
+        return write_files(*args)
+
+    def remove_one(path: Path) -> None:
+        remove(path)
+        if threading.current_thread() is not other and "removal" in moment:
+            end_the_other_job()
+
+    monkeypatch.setattr(saving, "_write_files", write)
+    monkeypatch.setattr(disk, "remove", remove_one)
+    other.start()
+    assert written.wait(60)
+    try:
+        path = checkpoint.save(tmp_path, model, keep=1)
+    finally:
+        end_the_other_job()
+    assert [type(each) for each in outcomes] == [FileNotFoundError]
+    assert path == checkpoint.latest(tmp_path)
+    checkpoint.load(path, model)
+    assert [each for each in tmp_path.iterdir() if each.name != ".lock"] == [path]
 
 
 def test_a_checkpoint_that_is_a_link_is_removed_and_its_target_kept(tmp_path: Path) -> None:
