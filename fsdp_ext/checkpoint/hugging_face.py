@@ -294,6 +294,10 @@ class _Export:
                 except Exception as error:
                     failure = error
             del piece  # before the next gather needs memory
+        try:
+            self.close()  # network file systems report a full disk here
+        except Exception as error:
+            failure = failure or error
         if failure is not None:
             raise failure
 
@@ -314,8 +318,10 @@ class _Export:
     def close(self) -> None:
         """Close the file that is being written."""
         if self._open is not None:
-            os.close(self._open[1])
-        self._open = None
+            path, file = self._open
+            self._open = None  # an error leaves it closed, too
+            with naming(path):
+                os.close(file)
 
 
 def _place_of(directory: Path) -> list[object] | None:

@@ -83,6 +83,34 @@ def test_all_ranks_raise_and_nothing_is_left(
     run_ranks(_fails_on, 3, failing, tmp_path, on_one_host, timeout=60)
 
 
+def _last_close_fails(directory: Path) -> None:
+    model, expected = made(Stack, sharded)
+    export(model, directory)
+    close = os.close
+
+    def close_and_raise(file: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{file}")
+        close(file)
+        if name.endswith(".partial"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with pytest.MonkeyPatch.context() as patched:
+        is_own = dist.get_rank() == 1  # rank 0 makes the file, so this rank closes it once
+        if is_own:
+            patched.setattr(os, "close", close_and_raise)
+        kind = OSError if is_own else OtherRanksError
+        message = r"partial cannot be written \(Disk quota exceeded\)\. Make room"
+        with pytest.raises(kind, match=message if is_own else f"rank 1 failed: .*{message}"):
+            export(model, directory)
+    dist.barrier()
+    assert [path.name for path in directory.iterdir()] == ["model.safetensors"]
+    assert_equal(safetensors.torch.load_file(directory / "model.safetensors"), expected)
+
+
+def test_all_ranks_raise_if_the_last_close_fails(tmp_path: Path) -> None:
+    run_ranks(_last_close_fails, 2, tmp_path, timeout=60)
+
+
 def _exports_stages(directory: Path) -> None:
     rank = dist.get_rank()
     stage, expected = made(Stack, unchanged)
