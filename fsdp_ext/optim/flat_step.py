@@ -9,8 +9,9 @@ DTensors over its part of the run's states. Scalars, such as Adam's count of ste
 all parameters of a run, and each parameter has a copy.
 
 If someone replaces states, as ``load_state_dict`` does, the next step finds runs anew and copies
-the states into them. The same happens if a parameter has a gradient in one step and none in the
-next.
+the states into them. Each parameter gets its part of a run's state as soon as that is copied, so at
+most one state of one run exists twice. The same happens if a parameter has a gradient in one step
+and none in the next.
 """
 
 from __future__ import annotations
@@ -638,14 +639,14 @@ def _is_elementwise(param: Any, value: Any) -> bool:
 
 @torch.no_grad()
 def _joined(run: FlatRun, states: dict[Any, Any]) -> dict[str, Any]:
-    """Return the states of a run, from those of its parameters."""
+    """Return the states of a run, from those of its parameters, which get parts of them."""
     joined: dict[str, Any] = {}
     for name, value in states.get(run.params[0], {}).items():
         if _is_elementwise(run.params[0], value):
             joined[name] = whole = torch.zeros_like(run.whole, dtype=value.dtype)
-            for param, first in zip(run.params, run.offsets, strict=True):
-                local = states[param][name]._local_tensor
-                whole[first : first + local.numel()].view_as(local).copy_(local)
+            for param, part in zip(run.params, run.parts_of(whole), strict=True):
+                local_of(part).copy_(local_of(states[param][name]))
+                states[param][name] = part
         else:
             joined[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return joined

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_ext
 from fsdp_ext import _C, fully_shard
@@ -345,6 +346,51 @@ def _replaced_states_are_taken() -> None:
     pair.train(2)
 
 
+class Peak(TorchDispatchMode):
+    """Notes the most bytes that tensors have had after any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, live_bytes())
+        return result
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors that Python knows, without parameters and DTensors."""
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def _loaded_states_do_not_exist_twice() -> None:
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    for unit in [*model, model]:
+        fully_shard(unit)
+    optimizer = AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+    loaded = copy.deepcopy(optimizer.state_dict())
+    optimizer = AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.load_state_dict(loaded)
+    del loaded
+    gc.collect()
+    before = live_bytes()
+    with Peak() as peak:
+        optimizer.step()
+    of_run = max(run.whole.nbytes for run in runs_of(optimizer))
+    scalars = 1000
+    assert of_run > 10 * scalars
+    assert peak.nbytes - before < of_run + scalars, peak.nbytes - before
+    assert live_bytes() - before < scalars
+
+
 def _states_may_be_added() -> None:
     pair = Pair()
     pair.train(2)
@@ -655,6 +701,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _distributed_state_dicts_go_both_ways,
         _default_options_go_both_ways,
         _replaced_states_are_taken,
+        _loaded_states_do_not_exist_twice,
         _states_may_be_added,
         _parameters_may_be_replaced,
         _gradients_may_be_held,
