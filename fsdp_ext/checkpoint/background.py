@@ -230,7 +230,7 @@ class Staged:
             for tensor in content.tensors.values()
             if tensor.is_cuda
         }
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        self._streams = {device: _stream_on(device) for device in devices}
         self._copied_now = self._copy("others", others)
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
@@ -307,12 +307,29 @@ class Staged:
         snapshot = Snapshot.of(contents, self._ranks)
         memory = self._memory.pop(what, None)
         if memory is None or len(memory) < snapshot.nbytes:
+            pins = bool(self._streams)
+            frees_pinned = pins and memory is not None
             del memory  # before the new memory, so that both never exist together
-            memory = torch.empty(
-                snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=bool(self._streams)
-            )
+            if frees_pinned:
+                for device in self._streams:  # until torch sees that no copy uses the old memory
+                    torch.cuda.current_stream(device).synchronize()
+                _free_pinned_memory()
+            memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
         self._memory[what] = memory
         return snapshot.copied(memory)
+
+
+@functools.cache  # the same for each save, because memory is given back after work of its stream
+def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _free_pinned_memory() -> None:
+    """Give pinned memory that nobody uses back to the system: torch would keep it."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11
+        torch._C._host_emptyCache()
 
 
 @functools.cache  # once in a process

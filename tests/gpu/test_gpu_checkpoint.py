@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import checkpoint, fully_shard, optim
+from fsdp_ext.checkpoint import background
 from fsdp_ext.checkpoint.snapshot import Snapshot
 
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
@@ -110,6 +111,22 @@ def _saves_from_another_gpu(place: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_may_be_saved_from_another_gpu_than_the_current_one(tmp_path: Path) -> None:
     run_ranks(_saves_from_another_gpu, 1, tmp_path)
+
+
+def _grows(place: Path) -> None:
+    model, optimizer = made(0, False, torch.optim.SGD)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    for kind in (torch.optim.SGD, torch.optim.AdamW):  # the second has more to copy
+        optimizer = kind(model.parameters())
+        step(model, optimizer)
+        checkpoint.async_save(place, model, optimizer).result()
+        copies = [memory.nbytes for memory in background._memory[model].values()]
+        pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+        assert pinned == sum(1 << (nbytes - 1).bit_length() for nbytes in copies), (pinned, copies)
+
+
+def test_copies_that_grow_leave_no_pinned_memory_behind(tmp_path: Path) -> None:
+    run_ranks(_grows, 1, tmp_path, fresh=True)
 
 
 def _saves_between_replays(place: Path) -> None:
