@@ -240,13 +240,17 @@ class Staged:
     def finish(self) -> Snapshot | Exception:
         """Make the deferred copies, wait for all copies, and return them or an error."""
         try:
+            if self._streams:
+                # A new thread begins with device 0. Leaving torch.cuda.stream sets the stream that
+                # was current before, which would make a context on that device.
+                torch.cuda.set_device(next(iter(self._streams)))
             with contextlib.ExitStack() as streams:
                 for stream in self._streams.values():
                     streams.enter_context(torch.cuda.stream(stream))
                 copied = self._copied_now | self._copy("deferred", self._deferred)
-            self._events = {
-                device: stream.record_event() for device, stream in self._streams.items()
-            }
+                self._events = {
+                    device: stream.record_event() for device, stream in self._streams.items()
+                }
             self._issued.set()
             for event in self._events.values():
                 event.synchronize()

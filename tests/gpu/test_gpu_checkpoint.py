@@ -100,10 +100,20 @@ def _saves_from_another_gpu(place: Path) -> None:
     other, its_optimizer = made(1, False, optim.AdamW)
     torch.cuda.set_device(0)
     expected = state_of(model, optimizer)
+    set_stream, set_in_thread = torch.cuda.set_stream, set()
+
+    def note_device(stream: torch.cuda.Stream) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            set_in_thread.add(stream.device)  # setting a stream makes a context on its device
+        set_stream(stream)
+
+    torch.cuda.set_stream = note_device
     saving = checkpoint.async_save(place, model, optimizer)
     with torch.cuda.device(1):
         step(model, optimizer)
     saving.result()
+    torch.cuda.set_stream = set_stream
+    assert set_in_thread == {torch.device("cuda", 1)}
     checkpoint.load(place, other, its_optimizer)
     assert_equal(state_of(other, its_optimizer), expected)
 
