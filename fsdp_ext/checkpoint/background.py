@@ -26,7 +26,6 @@ from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 from fsdp_ext.checkpoint.state_dicts import flat_tensors
 from fsdp_ext.optim.flat_step import register_update_pre_hook
 from fsdp_ext.sharding.params.checked_optimizers import steps_shards
-from fsdp_ext.sharding.root.optimizer_hooks import is_captured
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
@@ -146,6 +145,30 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+# Optimizers that have stepped, and those among them whose step a CUDA graph has captured.
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _note_step(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():  # Dynamo cannot trace a WeakSet
+        return
+    _stepped.add(optimizer)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        _captured.add(optimizer)
+
+
+register_optimizer_step_pre_hook(_note_step)  # now, since captures may come before the first save
+
+
+def _may_replay(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer may step by replays of a CUDA graph."""
+    if optimizer in _stepped:
+        return optimizer in _captured
+    # A graph may have captured its step before this module was imported.
+    return any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+
+
 _running: list[Saving] = []  # the last save, until its end has been reported
 # The memory of the copies. It stays allocated as long as the model exists.
 _memory: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -192,10 +215,11 @@ class Staged:
     waits for the thread's copies before the step of any optimizer of shards, also before an
     attached one steps its first unit in backward: ``fsdp_ext.optim`` writes without changing
     versions. Wrappers such as accelerate's may step without hooks. For them, the call copies
-    everything. So it does for optimizers whose step a CUDA graph has captured, because replays run
-    no hooks. Versions show whether anything else wrote to a tensor meanwhile. They are compared
-    before the step, or once everything is copied. A forward that moves shards (Note [moving shards]
-    in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
+    everything. So it does for optimizers that may step by replays of a CUDA graph, because replays
+    run no hooks: those whose step a graph has captured, and those on a GPU that have not stepped
+    since this module was imported. Versions show whether anything else wrote to a tensor meanwhile.
+    They are compared before the step, or once everything is copied. A forward that moves shards
+    (Note [moving shards] in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
     """
 
     def __init__(
@@ -209,7 +233,7 @@ class Staged:
         self._memory = _memory.setdefault(model, {})
         # Optimizers with hooks before their step run them before anything is stepped.
         defers = all(
-            hasattr(each, "_optimizer_step_pre_hooks") and not is_captured(each)
+            hasattr(each, "_optimizer_step_pre_hooks") and not _may_replay(each)
             for each in optimizers
         )
         self._deferred, others = {}, {}

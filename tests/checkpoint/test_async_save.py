@@ -416,6 +416,33 @@ def test_an_optimizer_without_hooks_is_copied_during_the_call(
         checkpoint.async_save(tmp_path, model, model.parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_an_optimizer_that_a_cuda_graph_has_captured_is_copied_during_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    copied, go_on = Snapshot.copied, threading.Event()
+
+    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+        assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
+        return copied(snapshot, memory)
+
+    monkeypatch.setattr(Snapshot, "copied", copied_late)
+    model = nn.Linear(2, 2)  # plain: no fully_shard watches its optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+        optimizer.step()
+    before = model.weight.detach().clone()
+    saving = checkpoint.async_save(tmp_path, model, optimizer)
+    model.weight.data.add_(1)  # as a replay does, without hooks and versions
+    after = model.weight.detach().clone()
+    go_on.set()
+    saving.result()
+    assert torch.equal(value_of(tmp_path), before if is_captured else after)
+
+
 def _differ(place: Path) -> None:
     """Let only rank 0 be busy, and then only rank 0 know an error."""
     rank = dist.get_rank()

@@ -139,8 +139,17 @@ def test_copies_that_grow_leave_no_pinned_memory_behind(tmp_path: Path) -> None:
     run_ranks(_grows, 1, tmp_path, fresh=True)
 
 
-def _saves_between_replays(place: Path) -> None:
-    model, optimizer = made(0, False, partial(torch.optim.AdamW, capturable=True))
+PLAIN = "plain"
+CAPTURED_BEFORE = "plain, captured before fsdp_ext was imported"
+
+
+def _saves_between_replays(place: Path, kind: str) -> None:
+    adamw = partial(torch.optim.AdamW, capturable=True)
+    if kind == "sharded":
+        model, optimizer = made(0, False, adamw)
+    else:
+        model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)).cuda()
+        optimizer = adamw(model.parameters(), lr=0.1)
     x = torch.randn(8, 32, device="cuda")
 
     def train() -> None:
@@ -168,6 +177,9 @@ def _saves_between_replays(place: Path) -> None:
         return copied(snapshot, memory)
 
     Snapshot.copied = copied_late
+    if kind == CAPTURED_BEFORE:
+        background._stepped.discard(optimizer)
+        background._captured.discard(optimizer)
     saving = checkpoint.async_save(place, model, optimizer)
     graph.replay()
     torch.cuda.synchronize()
@@ -177,5 +189,6 @@ def _saves_between_replays(place: Path) -> None:
     assert_equal(state_of(model, optimizer), expected)
 
 
-def test_replays_do_not_change_what_is_saved(tmp_path: Path) -> None:
-    run_ranks(_saves_between_replays, 1, tmp_path, fresh=True)
+@pytest.mark.parametrize("kind", ["sharded", PLAIN, CAPTURED_BEFORE])
+def test_replays_do_not_change_what_is_saved(tmp_path: Path, kind: str) -> None:
+    run_ranks(_saves_between_replays, 1, tmp_path, kind, fresh=True)

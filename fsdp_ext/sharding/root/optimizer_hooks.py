@@ -37,14 +37,6 @@ from fsdp_ext.sharding.params.ownership import (
 from fsdp_ext.sharding.params.unreduced import is_unreduced
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
-# Those whose step a CUDA graph has captured.
-_captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer may step by replays of a CUDA graph."""
-    return optimizer in _captured
-
 
 def watch_optimizers() -> None:
     """Have all optimizers of the process checked before their next step, and their steps noted.
@@ -63,8 +55,6 @@ def _register() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        _captured.add(optimizer)
     if is_any_overwritten(_params_of(optimizer)):
         raise RuntimeError(
             "an optimizer's step was called inside summon_full_params, and leaving that would "
