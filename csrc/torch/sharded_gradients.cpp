@@ -23,13 +23,13 @@ void ShardedGradients::bind(py::object make, std::size_t count, bool is_of_flat_
   make_ = std::move(make);
   count_ = count;
   is_of_flat_parameter_ = is_of_flat_parameter;
-  clear_padding();
   this->make();
   std::size_t bytes = 0;
   for (const Gradient& gradient : gradients_) {
     bytes += THPVariable_Unpack(gradient.local.ptr()).nbytes();
   }
   has_padding_ = bytes < flat_.flat().nbytes();
+  clear_padding();
 }
 
 const at::Tensor& ShardedGradients::Gradient::rows() const {

@@ -35,7 +35,7 @@ def _descends_as_sgd() -> None:
         for module in [*ours.blocks, ours]:
             shard, gradient = module.flat_shard()
             assert shard.shape == gradient.shape
-            shard.add_(gradient.nan_to_num(), alpha=-0.1)  # padding may hold any values
+            shard.add_(gradient, alpha=-0.1)
     for have, want in zip(ours.parameters(), reference.parameters(), strict=True):
         assert have._local_tensor.equal(want._local_tensor)
 
@@ -43,6 +43,28 @@ def _descends_as_sgd() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_on_the_flat_shards_is_a_step_of_all_parameters(world_size: int) -> None:
     run_ranks(_descends_as_sgd, world_size)
+
+
+def _pads_with_zeros() -> None:
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    model: Any = fully_shard(nn.Linear(3, 5))
+    x = torch.ones(1, 3)
+    with torch.no_grad():
+        model(x)
+    shard, gradient = model.flat_shard()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # a reduction adds to it element by element
+    model(x).sum().backward()
+    shard.fill_(1)
+    for parameter in model.parameters():
+        parameter._local_tensor.detach().zero_()
+    assert shard.any()
+    assert gradient[shard.bool()].eq(0).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_padding_of_a_flat_gradient_is_zero(world_size: int) -> None:
+    run_ranks(_pads_with_zeros, world_size)
 
 
 def _refuses() -> None:
