@@ -243,10 +243,13 @@ def _on_the_second_gpu() -> None:
     first = torch.cuda.current_device()
     torch.cuda.set_device(1)
     model = Stack().cuda()
+    model.register_buffer("elsewhere", torch.arange(3, device=f"cuda:{first}"))
     for unit in model.units():
         fully_shard(unit)
     fully_shard(model)
     torch.cuda.set_device(first)
+    assert model.elsewhere.device == torch.device("cuda", 1)
+    assert model.elsewhere.tolist() == [0, 1, 2]
     args, kwargs = model.batch(torch.Generator().manual_seed(0))
     losses = []
     for _ in range(STEPS):

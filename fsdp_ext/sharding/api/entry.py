@@ -291,7 +291,7 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         buffer
         for module in modules
         for buffer in module.buffers()
-        if not buffer.is_meta and buffer.device.type != device.type
+        if not buffer.is_meta and buffer.device != device
     ]
     moved = [buffer.to(device) for buffer in elsewhere]
     for buffer, there in zip(elsewhere, moved, strict=True):

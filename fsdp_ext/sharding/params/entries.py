@@ -48,7 +48,7 @@ class OwnRows:
         if mine is not None and mine.numel() > 0:
             count = mine.size(0)
             padded.narrow(0, 0, count).copy_(mine)
-        if not part.is_meta and padded.device.type != device.type:
+        if not part.is_meta and padded.device != device:
             padded = padded.to(device)
         local = padded.narrow(0, 0, count)
         if type(local) is not type(part) and not is_extension(name, local):
