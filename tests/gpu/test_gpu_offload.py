@@ -108,3 +108,29 @@ def _moves_what_it_loaded() -> None:
 
 def test_shards_that_were_loaded_on_the_gpu_may_be_moved_to_the_host() -> None:
     run_ranks(_moves_what_it_loaded, 2, device="cuda")
+
+
+def _runs_with_shards_on_the_host() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 8).cuda()
+    x = torch.ones(2, 8, device="cuda")
+    expected = model(x).detach()
+    fully_shard(model)
+    elsewhere = (
+        rf"runs on {x.device}, but its shards are on cpu\. Move them by "
+        rf"module\.to\('{x.device}'\)"
+    )
+    for _ in range(2):  # before the first forward, and after it
+        model.to("cpu")
+        with pytest.raises(RuntimeError, match=elsewhere):
+            model(x)
+        model.to(x.device)
+        assert model(x).equal(expected)
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=elsewhere):
+        model(x)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_on_the_host_without_an_offload_policy_raise(world_size: int) -> None:
+    run_ranks(_runs_with_shards_on_the_host, world_size, device="cuda")

@@ -263,6 +263,9 @@ def _on_the_second_gpu() -> None:
                 parameter -= 0.05 * parameter.grad
         model.zero_grad()
     assert losses[-1] < losses[0]
+    model.to(f"cuda:{first}")
+    with pytest.raises(RuntimeError, match=rf"runs on cuda:1, but its shards are on cuda:{first}"):
+        model(*(a.cuda(1) for a in args), **kwargs)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

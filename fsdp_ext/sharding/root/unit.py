@@ -558,6 +558,11 @@ class Unit(ParamGroup):
                 f"following were still on meta device: {on_meta}. Call "
                 "module.to_empty(device=...) and initialise them before the first forward."
             )
+        if self.flat_shard.device != self.shard_device:
+            raise RuntimeError(
+                f"unit '{self.name}' runs on {self.device}, but its shards are on "
+                f"{self.flat_shard.device}. Move them by module.to({str(self.shard_device)!r})."
+            )
         self._extensions = self._find_extensions()
         return self._make_impl(self.layout_for(training=True))
 
