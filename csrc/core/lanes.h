@@ -231,4 +231,8 @@ void abort_after_failure(Lanes& lanes, Lanes* replicas);
 
 Lane& lane_named(Lanes& lanes, const std::string& name);
 
+// Call it before buffers of a model are freed or replaced. Throws if a CUDA graph has captured a
+// step of this model, whose replays use them.
+void refuse_after_capture(bool has_been_captured);
+
 }  // namespace fsdp

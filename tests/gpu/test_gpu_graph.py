@@ -162,6 +162,49 @@ def test_a_captured_step_keeps_its_buffers() -> None:
     run_ranks(_changed_after_a_capture, 1, timeout=100.0, device="cuda")
 
 
+def _frozen_after_a_capture() -> None:
+    training = _Training({})
+    training.warm_up()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = training.step()
+    first = next(training.model.parameters())
+    first.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="its replays use the buffers"):
+        training.step()
+    first.requires_grad_(True)
+    eager = training.step()
+    graph.replay()
+    assert loss.item() < eager.item()
+
+
+@pytest.mark.timeout(120)
+def test_parameters_cannot_be_frozen_after_a_capture() -> None:
+    run_ranks(_frozen_after_a_capture, 1, timeout=100.0, device="cuda")
+
+
+def _held_after_a_capture() -> None:
+    training = _Training({})
+    training.warm_up()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    held = [parameter.grad for parameter in training.model.parameters()]
+    with pytest.raises(RuntimeError, match=r"drop gradients that are no longer in \.grad"):
+        training.step()
+    training.optimizer.zero_grad()
+    del held
+    eager = training.step()
+    graph.replay()
+    assert training.step().item() < eager.item()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_cannot_be_held_after_a_capture(world_size: int) -> None:
+    run_ranks(_held_after_a_capture, world_size, timeout=100.0, device="cuda")
+
+
 def _captured_while_attached() -> None:
     training = _Training({})
     optimizer = SGD(training.model.parameters(), lr=0.01)

@@ -140,6 +140,7 @@ void Reducer::ensure_gradient_memory(Bucket& bucket) {
   if (!is_any_held && !bucket.has_lent_gradients()) {
     return;
   }
+  refuse_after_capture(is_any_held && !may_lend_);
   wait_before_change(bucket);
   renew_gradients(bucket);
 }

@@ -172,13 +172,6 @@ void UnitSet::form_if_none() {
   }
 }
 
-// Forming buckets or planning memory would free buffers that a captured graph still uses.
-void UnitSet::refuse_after_capture() const {
-  FSDP_CHECK(!gatherer_.has_been_captured(),
-             "A CUDA graph has captured a step of this model, and its replays use the buffers that "
-             "this change would free. Change settings, and run a whole step, before the capture.");
-}
-
 void UnitSet::form(const Partition& partition) {
   FSDP_CHECK(!lanes_.device->is_capturing(),
              "A CUDA graph capture cannot form buckets. Run a few whole steps before capturing "

@@ -52,6 +52,9 @@ class UnitSet {
   // Forms the buckets without planning their memory, if there are none.
   void form_if_none();
 
+  // Throws if a CUDA graph has captured a step: replays use the buffers of these units.
+  void refuse_after_capture() const { fsdp::refuse_after_capture(gatherer_.has_been_captured()); }
+
   // Users see the sharded parameters from now on: Note [after an evaluation] in
   // core/gather/unit_gather.h.
   void put_away_parameters();
@@ -72,7 +75,6 @@ class UnitSet {
   std::vector<int> parents() const;
   void note_order();
   void compare_ranks(const Partition& partition);
-  void refuse_after_capture() const;
   void form(const Partition& partition);
   void plan_memory();
 

@@ -210,9 +210,15 @@ void register_lifecycle(RootClass& bound) {
       .def("leave_if_idle", &TorchRoot::leave_if_idle)
       .def("needs_new_units", &TorchRoot::needs_new_units)
       .def("accept_module_changes", &TorchRoot::accept_module_changes, py::arg("may_train"))
+      .def("refuse_after_capture",
+           [](TorchRoot& root) { root.pipeline().units().refuse_after_capture(); })
       .def("retire", &TorchRoot::retire)
-      // Whether a graph, or a backward, may still run backward through its units.
-      .def("is_in_graph", [](TorchRoot& root) { return root.weak_from_this().use_count() > 1; })
+      // Whether a backward may still run through its units, or a captured CUDA graph.
+      .def("is_in_graph",
+           [](TorchRoot& root) {
+             return root.weak_from_this().use_count() > 1 ||
+                    root.pipeline().gatherer().has_been_captured();
+           })
       .def("abandon_forward",
            [](TorchRoot& root, std::size_t unit) { root.abandon_forward(*root.units().at(unit)); });
 }

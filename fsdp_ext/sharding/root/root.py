@@ -246,6 +246,7 @@ class Root(UnitTree):
         """Start over after parameters were replaced, converted, frozen or unfrozen."""
         replaced = self._impl
         if replaced is not None:
+            replaced.refuse_after_capture()
             self._settle(replaced)
         self._needs_order_check = False
         self.settings = self._resolve()
