@@ -117,6 +117,11 @@ class Lane {
     return communicator_->allocate(device_, bytes, use);
   }
 
+  // Whether a CUDA graph has captured collectives of this lane. Its replays then come between those
+  // of any model on the lane: Note [graph capture] in device/cuda_stream.cpp.
+  bool has_been_captured() const { return has_been_captured_; }
+  void note_capture() { has_been_captured_ = true; }
+
   // The largest number that a rank passes, for buffers that all ranks have to make alike: Note
   // [several meshes]. `may_differ` is the same on all ranks, which make this call together.
   std::size_t most(std::size_t mine, bool may_differ) {
@@ -168,6 +173,7 @@ class Lane {
   RegisteredMemory* const registered_;  // of the communicator; may be null
   std::chrono::milliseconds timeout_;
   CollectiveHistory history_;
+  bool has_been_captured_ = false;
   std::shared_ptr<FlightTape> flights_;
   std::unique_ptr<Stream> stream_;  // destroyed before the members above, which its work uses
   std::unique_ptr<Stream> before_;

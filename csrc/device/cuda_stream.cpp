@@ -8,9 +8,9 @@
 // for the compute stream, on which the graph runs.
 //
 // A replay waits for the compute stream alone. So after a capture, the compute stream waits for the
-// gathers' lane and for the reductions at the end of each pass. Otherwise one rank could run the
-// first collective of the replay before the last one of the step, such as the exchange at the end
-// of backward, while another rank runs it after that one.
+// gathers' lane and for the reductions at the end of each pass of every model on these lanes.
+// Otherwise one rank could run the first collective of the replay before the last one of the step,
+// such as the exchange at the end of backward, while another rank runs it after that one.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

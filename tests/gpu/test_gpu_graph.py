@@ -128,6 +128,30 @@ def test_a_replay_comes_after_all_work_of_the_step_before_it() -> None:
     run_ranks(_replays_right_after_steps, 2, timeout=100.0, device="cuda")
 
 
+def _trains_another_model_beside_replays() -> None:
+    captured, other = _Training({}), _Training({}, max_norm=0.1)
+    expected = captured.forward_and_backward().item()
+    alone = _Training({}, max_norm=0.1)
+    losses = [alone.step().item() for _ in range(4 * STEPS)]
+    for _ in range(WARMUP):
+        captured.forward_and_backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = captured.forward_and_backward()
+    for loss in losses:
+        assert other.step().item() == loss
+        other.model.prefetch_next_forward()
+        graph.replay()
+        assert replayed.item() == expected
+
+
+# The two models share lanes, so ranks run collectives of both in one order.
+@pytest.mark.timeout(120)
+def test_a_replay_comes_after_all_work_of_another_model() -> None:
+    run_ranks(_trains_another_model_beside_replays, 2, timeout=100.0, device="cuda")
+
+
 def _captured_after_units_stayed_unsharded() -> None:
     """Slots that the warm-up stream has read are released within the capture."""
     training = _Training({})

@@ -97,10 +97,14 @@ bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units)
 }
 
 // A captured graph must end in the stream that its capture began on. Later passes end there, too,
-// since a replay may follow them: Note [graph capture] in device/cuda_stream.cpp.
+// since a replay may follow them, also one of another model on these lanes: Note [graph capture] in
+// device/cuda_stream.cpp.
 void Gatherer::join_capture() {
-  has_been_captured_ = has_been_captured_ || device_.is_capturing();
-  if (!has_been_captured_) {
+  if (device_.is_capturing()) {
+    has_been_captured_ = true;
+    lane_.note_capture();
+  }
+  if (!lane_.has_been_captured()) {
     return;
   }
   Stream& last = streams_.after(streams_.is_any_in_pieces());

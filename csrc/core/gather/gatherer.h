@@ -56,10 +56,10 @@ class Gatherer {
   void synchronize();
   // Blocks until no gather reads the host's memory: Note [offloaded units] in core/memory/layout.h.
   void finish_reading_host();
-  // In a CUDA graph capture, and in every pass after one, makes the compute stream wait for all
-  // work of the lane.
+  // In a CUDA graph capture, and in every pass after one of any model on the lane, makes the
+  // compute stream wait for all work of the lane.
   void join_capture();
-  // Whether a CUDA graph has captured a step, whose buffers must stay.
+  // Whether a CUDA graph has captured a step of this model, whose buffers must stay.
   bool has_been_captured() const { return has_been_captured_; }
 
   // Issues the gather of the unit's bucket if the unit is sharded. The bucket's other units are

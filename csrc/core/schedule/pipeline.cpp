@@ -227,7 +227,7 @@ void Pipeline::prefetch_next_forward() try {
              " runs. Call it after the optimizer's step.");
   forward_order_.rewind();
   const bool has_order = forward_order_.upcoming(0) != ForwardOrder::kNoUnit;
-  if (!has_order || device_.is_capturing() || gatherer_.has_been_captured()) {
+  if (!has_order || device_.is_capturing() || lanes_.gather.has_been_captured()) {
     return;
   }
   shards_have_changed_ = gatherer_.reshard_outdated(units_.all()) || shards_have_changed_;
@@ -441,7 +441,8 @@ void Pipeline::end_backward() try {
   gatherer_.invalidate_group_shards();  // another backward may follow an optimizer's step
   exchange_.end(units_.all());  // before a wait for a reduction that not all ranks have issued
   reducer_.end_updates(units_.all());
-  if (options_.is_last_backward || device_.is_capturing() || gatherer_.has_been_captured()) {
+  const bool may_be_replayed = device_.is_capturing() || lanes_.gather.has_been_captured();
+  if (options_.is_last_backward || may_be_replayed) {
     reducer_.wait(units_.buckets());
   }
   if (!gatherer_.keeps_inputs()) {
@@ -450,7 +451,7 @@ void Pipeline::end_backward() try {
   ledger_.close(pass_, device_.compute_stream());
   ledger_.enter_phase(Phase::Other);
   gatherer_.join_capture();
-  if (gatherer_.has_been_captured()) {
+  if (may_be_replayed) {
     exchange_.join(device_.compute_stream());
   }
   passes_.end_backward();

@@ -98,8 +98,8 @@ class Pipeline {
   const std::shared_ptr<Passes>& passes() const { return shared_passes_; }
 
   // Called between passes. Issues the gathers of as many buckets as the first unit of forward does.
-  // It issues none before the first forward, nor once a CUDA graph has captured a step, because
-  // replays use the slots, too.
+  // It issues none before the first forward, nor once a CUDA graph has captured a step on these
+  // lanes, because replays use the lanes and perhaps the slots, too.
   void prefetch_next_forward();
 
   // - unshard() and reshard(), called by the user.
