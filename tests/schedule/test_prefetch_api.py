@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from support import models
 from support.launcher import run_ranks
 from support.matrix import exhaustive
-from support.models import Stack
+from support.models import DIM, Stack, Unit
 from support.parity import (
     SYSTEM,
     Case,
@@ -169,6 +170,51 @@ def gather_ahead(run: Run) -> None:
         run.model.prefetch_next_forward()
 
 
+class ThreeLevels(Stack):
+    """Each block is a unit with a unit inside."""
+
+    def units(self) -> list[Unit]:
+        return [unit for block in self.blocks for unit in (block.up, block)]
+
+
+def unshard_innermost_first(run: Run, step: int, *, async_op: bool) -> tuple[Tensor, ...]:
+    """Unshard all units, each before the one around it, and reshard one of them again."""
+    if run.sharded:
+        units = [*run.model.units(), run.model]
+        first, *others = units
+        handles = [unit.unshard(async_op=async_op) for unit in units[:4]]
+        first.reshard()
+        handles += [unit.unshard(async_op=async_op) for unit in units[4:]]
+        for handle in handles[1:] if async_op else ():
+            handle.wait()
+        inner = set(first.parameters())
+        assert all(isinstance(param, DTensor) for param in inner)
+        rest = [param for unit in others for param in unit.parameters() if param not in inner]
+        assert not any(isinstance(param, DTensor) for param in rest)
+    values = [whole(param) for param in run.model.parameters()]
+    return *values, *train_step(run, step)
+
+
+class SharesAWeight(Stack):
+    """The last layer computes with the weight of a unit whose forward does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(DIM, DIM)
+
+    def units(self) -> list[Unit]:
+        return [self.tied, *self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(x), self.tied.weight, self.tied.bias)
+
+
+def unshard_what_runs_no_forward(run: Run, step: int) -> tuple[Tensor, ...]:
+    if run.sharded:
+        run.model.tied.unshard()
+    return train_step(run, step)
+
+
 def finish_gathers(run: Run) -> None:
     """Wait for gathers in flight, which read the shards, before these are written."""
     if next(run.model.parameters()).is_cuda:
@@ -235,6 +281,13 @@ CASES = [
     Case("set_reshard_after_forward(False) for evaluation", Stack, step=keep_for_evaluation),
     Case("units unsharded before the forward", Stack, step=unshard_ahead),
     Case("units unsharded before every other forward", Stack, step=unshard_for_one_forward_of_two),
+    *(
+        Case(f"units unsharded from the innermost on, {kind}", ThreeLevels,
+             step=partial(unshard_innermost_first, async_op=async_op))
+        for kind, async_op in (("each waited for", False), ("all in flight", True))
+    ),
+    Case("a unit that is unsharded by hand and runs no forward", SharesAWeight,
+         step=unshard_what_runs_no_forward),
     Case("handles that are waited for after forward", Stack, step=wait_after_forward),
     Case("handles that are waited for late", Stack, step=wait_late),
     Case("units resharded between forward and backward", Stack, step=unshard_and_reshard),

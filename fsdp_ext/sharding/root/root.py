@@ -69,10 +69,15 @@ class Root(UnitTree):
         # Of a C++ side that this one replaces, or will replace.
         self._unreduced: list[unreduced.Unreduced] = []
         self._awaits_finalization = False
+        # Units that the user has unsharded, and whether their unsharded parameters are registered.
+        # Only a provisional root reads it, since passes do not update it.
+        self._unsharded: dict[Unit, bool] = {}
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
         self._pending = PendingGradients()
+        unsharded: dict[Unit, bool] = {}
         for provisional in dict.fromkeys(unit.root for unit in self.units if unit.root is not None):
+            unsharded |= provisional._unsharded
             self._unreduced += provisional.give_up()
         self._make_lanes()
         first = self.units[0]
@@ -93,6 +98,11 @@ class Root(UnitTree):
         for unit in self.units:
             unit.root = self
         check_again()  # each optimizer asks the lanes of its own roots
+        for unit, is_registered in unsharded.items():
+            if unit in self.units:
+                self.unshard(unit)
+                if is_registered:
+                    self.wait_for_unshard(unit)
 
     def _check_units(self) -> None:
         names = [of_unit[0] for of_unit in self.module_names()]
@@ -525,6 +535,7 @@ class Root(UnitTree):
     def reset_iteration(self) -> None:
         """Reshard all units and drop unreduced gradients."""
         self.pending_reduction = None
+        self._unsharded.clear()
         if self._impl is not None:
             self._impl.reset_iteration()
         for each in self._unreduced:
@@ -569,6 +580,7 @@ class Root(UnitTree):
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded parameters and register the sharded ones."""
+        self._unsharded.pop(unit, None)
         if self._impl is not None:
             self._impl.reshard(self.number(unit))
 
@@ -584,11 +596,14 @@ class Root(UnitTree):
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of the unit's parameters."""
         self.impl.unshard(self.number(unit))
+        self._unsharded.setdefault(unit, False)
 
     def wait_for_unshard(self, unit: Unit) -> None:
         """Make the current stream wait for the gather, and register the unsharded parameters."""
         if self._impl is not None:
             self._impl.wait_for_unshard(self.number(unit))
+            if unit in self._unsharded:
+                self._unsharded[unit] = True
 
 
 @outside_of_transforms
