@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -452,3 +453,73 @@ def test_weights_of_an_unsharded_unit_may_be_used_without_its_forward(
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> None:
     run_ranks(_trains_as_fsdp2, 2, Adapted, wrap)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def _forward_without_hooks(shard: Callable[..., Any], starts_with_training: bool) -> list[Tensor]:
+    """Unshard the children first, remove the hooks of FSDP, give modules copies, and undo it."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    for unit in (*model, model):
+        shard(unit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.arange(8.0).view(2, 4) * (dist.get_rank() + 1)
+    results = []
+
+    def train() -> None:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+
+    if starts_with_training:
+        train()
+    seen = []
+    user = model[0].register_forward_hook(lambda *_: seen.append("user"))
+    removed, params = [], []
+    for unit in (*model, model):
+        unit.unshard()
+        for name in HOOKS:
+            hooks = getattr(unit, name)
+            kept = {
+                number: hook
+                for number, hook in hooks.items()
+                if not hook.__module__.startswith("torch.distributed.fsdp")
+            }
+            assert len(hooks) - len(kept) == 1
+            removed.append((unit, name, hooks))
+            setattr(unit, name, OrderedDict(kept))
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            params.append((module, name, param))
+            setattr(module, name, nn.Parameter(param.detach() * 2))
+    with torch.no_grad():
+        results.append(model(inputs))
+    assert seen == ["user"]
+    user.remove()
+    for module, name, param in params:
+        setattr(module, name, param)
+    for unit, name, hooks in removed:
+        setattr(unit, name, hooks)
+    for unit in (*model, model):
+        unit.reshard()
+    train()
+    train()
+    return [*results, *(whole(param) for param in model.parameters())]
+
+
+def _hooks_are_removed_for_a_forward(starts_with_training: bool) -> None:
+    ours = _forward_without_hooks(fully_shard, starts_with_training)
+    theirs = _forward_without_hooks(torch_fully_shard, starts_with_training)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+# As in fairseq2, which finds FSDP2's hooks by their module's name.
+@pytest.mark.parametrize("starts_with_training", [False, True])
+def test_hooks_that_are_named_as_fsdp2s_may_be_removed_for_a_forward(
+    starts_with_training: bool,
+) -> None:
+    run_ranks(_hooks_are_removed_for_a_forward, 2, starts_with_training)

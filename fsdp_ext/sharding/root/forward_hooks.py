@@ -13,6 +13,9 @@ from fsdp_ext import _C
 from fsdp_ext._util.tracing import expect_graph_breaks, hidden_from_dynamo
 from fsdp_ext.sharding.root.unit import Unit
 
+# Some libraries recognise FSDP2's hooks by their module, for example to remove them for a while.
+_MODULE_OF_TORCHS_HOOKS = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
 
 class ForwardHooks:
     """The two hooks of one module of a unit.
@@ -41,7 +44,9 @@ class ForwardHooks:
     def connect(self, impl: _C.TorchUnit) -> None:
         """Let the module's hooks call C++ directly."""
         expect_graph_breaks("fsdp_pre_forward|fsdp_post_forward")
-        self._set(impl.pre_forward_hook(self._index), impl.post_forward_hook(self._index))
+        pre, post = impl.pre_forward_hook(self._index), impl.post_forward_hook(self._index)
+        pre.__module__ = post.__module__ = _MODULE_OF_TORCHS_HOOKS
+        self._set(pre, post)
 
     def disconnect(self) -> None:
         """Let the next forward prepare the unit again."""
@@ -69,6 +74,11 @@ class ForwardHooks:
         assert unit.impl is not None
         return unit.impl.pre_forward_hook(self._index)(module, args, kwargs)
 
+    _first_pre_forward.__module__ = _MODULE_OF_TORCHS_HOOKS
+
 
 def _no_post_forward(module: nn.Module, args: Any, output: Any) -> None:
     return None
+
+
+_no_post_forward.__module__ = _MODULE_OF_TORCHS_HOOKS
