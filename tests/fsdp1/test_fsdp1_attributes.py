@@ -258,6 +258,13 @@ def _no_private_names() -> None:
     for name in PRIVATE:
         with pytest.raises(AttributeError, match=name):
             getattr(wrapped, name)
+    flat: Any = FSDP(make(Stack), use_orig_params=False)
+    assert flat._flat_param._is_flat_param
+    for name in ("_param_infos", "_shard_param_infos"):
+        assert not hasattr(flat._flat_param, name)
+    for name in ("_use_sharded_views", "_setattr_tensor"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(flat._handle, name)
 
 
 def test_private_names_of_streams_and_handles_do_not_exist() -> None:

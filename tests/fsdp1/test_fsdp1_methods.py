@@ -103,6 +103,23 @@ def norms_before_clipping(norm_type: float) -> list[float]:
     return norms
 
 
+def norm_of_local_gradients() -> None:
+    model = make(Stack)
+    wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
+    run(wrapped, model, 0).backward()
+    grads: list[Any] = [param.grad for param in wrapped.parameters()]
+    total = torch.stack([grad.norm() for grad in grads]).square().sum()
+    with pytest.raises(NotImplementedError):
+        dist.all_reduce(total)
+    total = torch.stack([grad.to_local().norm() for grad in grads]).square().sum()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total.sqrt(), wrapped.clip_grad_norm_(1e6), rtol=1e-6, atol=0)
+
+
+def test_ranks_that_reduce_norms_of_gradients_themselves_need_the_local_ones() -> None:
+    run_ranks(norm_of_local_gradients, 2)
+
+
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf])
 def test_clip_grad_norm_is_that_of_fsdp1(norm_type: float) -> None:
     first, second = run_ranks(norms_before_clipping, 2, norm_type)

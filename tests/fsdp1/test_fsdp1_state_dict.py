@@ -35,6 +35,8 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from fsdp_ext import FullyShardedDataParallel as FSDP_CLASS
+
 
 class WithBuffers(Stack):
     def __init__(self) -> None:
@@ -69,6 +71,30 @@ def names_are_clean() -> None:
 
 def test_names_are_those_of_the_unwrapped_model() -> None:
     run_ranks(names_are_clean, 2)
+
+
+def names_of_modules_and_children() -> None:
+    def joined(module: nn.Module) -> list[str]:
+        own = list(module._parameters)
+        return own + [f"{name}.{n}" for name, m in module.named_children() for n in joined(m)]
+
+    ours = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
+    theirs = torch_fsdp(make(Stack), auto_wrap_policy=BY_BLOCK)
+    wrappers = [name for name, module in ours.named_modules() if isinstance(module, FSDP_CLASS)]
+    assert wrappers == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert not any(isinstance(m, FSDP_CLASS) for m in dict(ours.named_modules()).values())
+    params = dict(ours.named_parameters())
+    for name, module in ours.named_modules():
+        for own, param in module.named_parameters():
+            assert params[f"{name}.{own}" if name else own] is param
+
+    assert joined(ours) == joined(theirs)
+    assert set(joined(theirs)) == {name for name, _ in theirs.named_parameters()}
+    assert not set(joined(ours)) & set(params)
+
+
+def test_names_of_modules_begin_those_of_parameters_and_names_of_children_do_not() -> None:
+    run_ranks(names_of_modules_and_children, 2)
 
 
 def loading() -> None:
