@@ -13,6 +13,7 @@ See Note [flight records] in ``csrc/core/record/flight_tape.h``.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,8 +65,16 @@ def path_prefix() -> str:
     if text:
         given = Path(text)
         return f"{given.parent}/fsdp_ext_{'' if text.endswith('/') else given.name}"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or _cache_at_home()
     return f"{cache}/torch/fsdp_ext_trace_rank_"
+
+
+def _cache_at_home() -> str:
+    """Return the folder of caches; that of temporary files if this user has no home directory."""
+    try:
+        return f"{Path.home()}/.cache"
+    except RuntimeError:
+        return tempfile.gettempdir()
 
 
 def _first_set(names: Sequence[str]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import re
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.flight_recorder import fr_trace
 
 from fsdp_ext import fully_shard, write_flight_record
-from fsdp_ext.comm.flights import buffer_size, known_backend, path_prefix
+from fsdp_ext.comm.flights import PATH, buffer_size, known_backend, path_prefix
 
 PREFIX = "flight_rank_"
 BACKEND = known_backend("gloo")  # of PyTorch's tools
@@ -293,6 +294,18 @@ def test_records_are_beside_pytorchs_and_never_replace_them(
 ) -> None:
     with mock.patch.dict(os.environ, variables, clear=True):
         assert path_prefix() == prefix
+
+
+def test_without_a_home_directory_records_lie_among_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (*PATH, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert path_prefix() == f"{tempfile.gettempdir()}/torch/fsdp_ext_trace_rank_"
 
 
 def _misuse(folder: str) -> None:
