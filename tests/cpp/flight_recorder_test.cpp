@@ -250,13 +250,17 @@ TEST_F(FlightRecords, ThatCannotBeWrittenLeaveTheError) {
   expect_contains(message, "Not a directory");
 }
 
-// Opening a pipe for writing blocks until somebody reads it.
+// Opening a pipe for writing blocks until somebody reads it. Ranks of hosts that share a folder
+// have different files, although their processes may have one id.
 TEST_F(FlightRecords, ThatTakeTooLongDoNotHoldUpTheError) {
   std::filesystem::create_directories(folder_ / "sub");
+  char host[64] = {};
+  ASSERT_EQ(::gethostname(host, sizeof(host) - 1), 0);
   std::vector<std::string> pipes;
   for (int i = 1; i < 100; ++i) {
-    pipes.push_back(
-        (folder_ / "sub" / detail::concat(".unfinished_flights_", ::getpid(), "_", i)).string());
+    const std::string name =
+        detail::concat(".unfinished_trace_rank_0_", host, "_", ::getpid(), "_", i);
+    pipes.push_back((folder_ / "sub" / name).string());
     ASSERT_EQ(::mkfifo(pipes.back().c_str(), 0600), 0);
   }
   const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix(), milliseconds(30));

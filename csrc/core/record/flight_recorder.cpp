@@ -24,12 +24,16 @@ constexpr const char* kMarkOfAccount = "flight record";  // every account contai
 
 // Writes a new file in the same folder, and gives it the record's name when it is complete. Its
 // first name does not begin with the prefix of records, because PyTorch's tools read all files that
-// do.
+// do. It has the record's name and the host's, because hosts may share the folder, and processes of
+// two hosts may have one id.
 void replace_file(const std::string& path, const std::string& content) {
   static std::atomic<unsigned> files{0};
-  const std::string folder = path.substr(0, path.rfind('/') + 1);  // empty if there is none
+  const std::size_t after_folder = path.rfind('/') + 1;  // 0 if there is none
+  char host[64] = {};
+  ::gethostname(host, sizeof(host) - 1);
   const std::string unfinished =
-      detail::concat(folder, ".unfinished_flights_", ::getpid(), "_", ++files);
+      detail::concat(path.substr(0, after_folder), ".unfinished_", path.substr(after_folder), "_",
+                     host, "_", ::getpid(), "_", ++files);
   const auto check = [&path](bool is_done) {
     FSDP_CHECK(is_done, "fsdp_ext could not write the flight record ", path, ": ",
                std::strerror(errno),
