@@ -10,17 +10,22 @@
 
 namespace fsdp {
 
-// The message for a GPU, the current one, that this build has no kernels for.
-inline std::string lacks_kernels() {
+// The message for a GPU, the current one, that this build has no kernels for. With
+// cudaErrorUnsupportedPtxVersion it has PTX, but the driver is older than the nvcc that made it.
+inline std::string lacks_kernels(cudaError_t result) {
   int device = 0;
   int major = 0;
   int minor = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const char* advice = result == cudaErrorUnsupportedPtxVersion
+                           ? ", only PTX, and the driver is too old for it. Update the driver, or "
+                             "build fsdp_ext with TORCH_CUDA_ARCH_LIST="
+                           : ". Build it with TORCH_CUDA_ARCH_LIST=";
   return detail::concat("This build of fsdp_ext has no kernels for GPU ", device,
-                        ", whose compute capability is ", major, ".", minor,
-                        ". Build it with TORCH_CUDA_ARCH_LIST=", major, ".", minor, ".");
+                        ", whose compute capability is ", major, ".", minor, advice, major, ".",
+                        minor, ".");
 }
 
 // Throws an error with CUDA's text unless the call has succeeded, and clears CUDA's record of the
@@ -29,8 +34,8 @@ inline std::string lacks_kernels() {
 inline void check_cuda(cudaError_t result, std::string_view call) {
   if (result != cudaSuccess) {
     cudaGetLastError();
-    if (result == cudaErrorNoKernelImageForDevice) {
-      throw Error(lacks_kernels());
+    if (result == cudaErrorNoKernelImageForDevice || result == cudaErrorUnsupportedPtxVersion) {
+      throw Error(lacks_kernels(result));
     }
     const std::string message =
         detail::concat(call.substr(0, call.find('(')), " failed: ", cudaGetErrorString(result),

@@ -18,6 +18,17 @@ TEST(CudaDevice, OfAKindThatTheBuildHasNoKernelsForIsNamed) {
             "Build it with TORCH_CUDA_ARCH_LIST=7.5.");
 }
 
+TEST(CudaDevice, WithADriverThatIsTooOldForThePtxIsNamed) {
+  kernels_loaded = cudaErrorUnsupportedPtxVersion;
+  const std::string message =
+      message_of([] { make_cuda_device(0, kTimeout, {&current_stream, &allocate_for}); });
+  kernels_loaded = cudaSuccess;
+  EXPECT_EQ(message,
+            "This build of fsdp_ext has no kernels for GPU 0, whose compute capability is 7.5, "
+            "only PTX, and the driver is too old for it. Update the driver, or build fsdp_ext with "
+            "TORCH_CUDA_ARCH_LIST=7.5.");
+}
+
 TEST(CudaDevice, WithTooLittleMemoryThrowsOutOfMemory) {
   const auto fail_with = [](cudaError_t result) {
     return [result] { check_cuda(result, "cudaHostAlloc(&memory, bytes, 0)"); };
