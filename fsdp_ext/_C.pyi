@@ -218,6 +218,7 @@ class Lanes:
         reduce_group: dist.ProcessGroup,
         timeout: float,
         *,
+        store: Store | None,
         ranks: Sequence[int],
         processes: dict[int, bytes] = ...,
         on_host: HostLanes | None = ...,

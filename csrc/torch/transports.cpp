@@ -158,13 +158,14 @@ std::string exchange_messages(Lanes& lanes, const std::string& mine) {
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
                                                 const GroupMembers& members,
+                                                c10::intrusive_ptr<c10d::Store> store,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host) {
-  LaneGroup group{members, std::make_shared<FailureBoard>(gather->getStore()),
+  LaneGroup group{members, std::make_shared<FailureBoard>(store),
                   std::make_shared<PublishedLanes>(), nullptr};
-  if (gather->getSize() > 1 && gather->getStore() != nullptr) {
+  if (gather->getSize() > 1 && store != nullptr) {
     group.deadlocks =
-        std::make_shared<DeadlockThread>(make_store_board(gather->getStore()), group.published,
+        std::make_shared<DeadlockThread>(make_store_board(std::move(store)), group.published,
                                          members.global_rank, kDeadlockInterval);
   }
   const auto make = [&](c10::intrusive_ptr<c10d::ProcessGroup> of_lane, MessageStaging::Use use,

@@ -22,10 +22,12 @@ namespace fsdp {
 TransportTraits usual_traits(const std::string& name, bool on_gpu);
 
 // On the host, over one private process group for each lane, both of the same ranks. `on_host` has
-// the ranks that share memory with this one, or nothing.
+// the ranks that share memory with this one, or nothing. Ranks that fail write into `store`, which
+// must have no entries of earlier lanes, and may be null.
 std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::ProcessGroup> gather,
                                                 c10::intrusive_ptr<c10d::ProcessGroup> reduce,
                                                 const GroupMembers& members,
+                                                c10::intrusive_ptr<c10d::Store> store,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host);
 

@@ -8,18 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fsdp_ext import _C
-from fsdp_ext.comm.rendezvous import (
-    announce_process,
-    plain_text,
-    read_process,
-    store_of,
-    waiting,
-)
+from fsdp_ext.comm.meeting import announce_process, meet, read_process, store_of, waiting
+from fsdp_ext.comm.rendezvous import plain_text
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
@@ -70,6 +65,7 @@ class Ranks:
         self._group = group
         self._timeout = timeout.total_seconds()
         self._store: Any = None
+        self._has_met = False  # and the store has only keys of this attempt
         # A background thread names ranks in messages even after the group has been destroyed.
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -102,6 +98,7 @@ class Ranks:
             if failure is not None:
                 raise failure
             return decide([value])
+        self._meet(self._group, what)
         counts = _counts.setdefault(self._group, Counter())
         counts[what] += 1
         number, message = counts[what], {"ok": value}
@@ -187,11 +184,24 @@ class Ranks:
             failure = error
         self.agree(what, failure, lambda _: then())
 
+    def _meet(self, group: dist.ProcessGroup, what: str) -> None:
+        """Use the keys of this attempt from now on: Note [keys of an attempt]."""
+        if not self._has_met:
+            timeout = timedelta(seconds=self._timeout)
+            with self._lost_store(what):
+                self._store = meet(
+                    group,
+                    self._store,
+                    timeout,
+                    lambda late: self._raise_late(late[0], what),
+                    lambda rank, process: self._raise_ended(rank, process, what),
+                )
+            self._has_met = True
+
     def _get(self, key: str, rank: int, what: str) -> Any:
         """Return a message of a rank, when it is there."""
         looked = 0.0
-        name = f"rank {self.members[self.rank]}"
-        try:
+        with self._lost_store(what):
             for waited in waiting():
                 if self._store.check([key]):
                     break
@@ -200,22 +210,35 @@ class Ranks:
                     process = read_process(self._store, rank)
                     ended = None if process is None else _C.ended_process(process)
                     if ended is not None and not self._store.check([key]):
-                        raise RuntimeError(
-                            f"{name} waits in {what} for rank {self.members[rank]} (process "
-                            f"{ended}), which has ended. Its last output may say why."
-                        )
+                        self._raise_ended(rank, ended, what)
                 if waited >= self._timeout:
-                    raise RuntimeError(
-                        f"{name} waited {self._timeout:.0f} s in {what} for rank "
-                        f"{self.members[rank]}. All ranks have to call it, in the same order."
-                    )
+                    self._raise_late(rank, what)
             return json.loads(self._store.get(key))
+
+    def _raise_ended(self, rank: int, process: int, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self.members[self.rank]} waits in {what} for rank {self.members[rank]} "
+            f"(process {process}), which has ended. Its last output may say why."
+        )
+
+    def _raise_late(self, rank: int, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self.members[self.rank]} waited {self._timeout:.0f} s in {what} for rank "
+            f"{self.members[rank]}. All ranks have to call it, in the same order."
+        )
+
+    @contextlib.contextmanager
+    def _lost_store(self, what: str) -> Iterator[None]:
+        """Raise an error that says so if the store cannot be reached."""
+        try:
+            yield
         except dist.DistError as error:
             raise RuntimeError(
-                f"{name} cannot reach the process group's store in {what}: {plain_text(error)}. "
-                "The process that served it, often rank 0, has ended. Its last output may say why."
+                f"rank {self.members[self.rank]} cannot reach the process group's store in "
+                f"{what}: {plain_text(error)}. The process that served it, often rank 0, has "
+                "ended. Its last output may say why."
             ) from error
 
 
 def _key(what: str, number: int, whose: int | str) -> str:
-    return f"fsdp_ext/checkpoint/{what}/{number}/{whose}"
+    return f"checkpoint/{what}/{number}/{whose}"

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fsdp_ext import _C
 from fsdp_ext.comm.collectives import all_gather, reduce_scatter
-from fsdp_ext.comm.rendezvous import backend_name
+from fsdp_ext.comm.meeting import backend_name
 
 # Backends of the host that are written in C++ and serve any thread.
 _SERVE_ANY_THREAD = ("gloo", "fake")

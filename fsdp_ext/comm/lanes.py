@@ -15,19 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.at_exit import let_threads_finish
 from fsdp_ext.comm.flights import record_flights
 from fsdp_ext.comm.inline_group import InlineCollectives, is_inline
+from fsdp_ext.comm.meeting import processes_of, store_of_attempt
 from fsdp_ext.comm.nccl_settings import (
     NcclSettings,
     nccl_host,
     nccl_settings,
     pack_multiprocessors,
 )
-from fsdp_ext.comm.rendezvous import Rendezvous, plain_text, processes_of
+from fsdp_ext.comm.rendezvous import Rendezvous, plain_text
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import (
     GRACE,
@@ -331,10 +333,12 @@ def _process_group_lanes(
     gather, reduce = (
         _new_group(ranks, timeout, backend, lane, "the lanes") for lane in ("gather", "reduce")
     )
+    store = store_of_attempt(group)
     return _C.Lanes.process_group(
         gather,
         reduce,
         (timeout + GRACE).total_seconds(),
+        store=None if store is None else PrefixStore(f"lanes/{gather.group_name}", store),
         ranks=ranks,
         processes=processes_of(group),
         on_host=on_host,

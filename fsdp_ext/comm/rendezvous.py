@@ -1,60 +1,49 @@
-"""How the ranks of a group exchange addresses before they connect, and which of them have ended."""
+"""How the ranks of a group exchange addresses before they connect."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fsdp_ext import _C
 from fsdp_ext._build_info import VERSION
+from fsdp_ext.comm.meeting import (
+    LONGEST_PAUSE,
+    announce_process,
+    backend_name,
+    is_fork,
+    meet,
+    processes_seen,
+    read_process,
+    store_of,
+    waiting,
+)
 
 # The beginning of an offer: a random number, then the version of fsdp_ext.
 _RANDOM_BYTES = 16
 _VERSION_BYTES = 32
 
-_PROCESS_KEY = "fsdp_ext/process"
+_Answer = TypeVar("_Answer")
 
-# Seconds between two looks at the store. The intervals grow while nothing arrives.
-SHORTEST_PAUSE = 0.001
-LONGEST_PAUSE = 0.05
 # Seconds between two looks at whether a rank's process still exists.
 _PROCESS_CHECK_INTERVAL = 0.2
 # Seconds between two looks at whether the store still answers.
 _STORE_CHECK_INTERVAL = 0.5
 # Seconds within which a process that has closed its sockets leaves /proc.
 _EXIT_DELAY = 1.0
-
-# The process that announced itself, by group.
-_announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def backend_name(group: dist.ProcessGroup, kind: str = "cpu") -> str | None:
-    """Return the name of the group's backend for devices of a kind; None if there is none.
-
-    A group may have several backends, and has by default. `dist.get_backend` then returns no
-    backend's name. The name is "" if a backend that is written in Python has none.
-    """
-    try:
-        backend = group._get_backend(torch.device(kind))
-    except RuntimeError:
-        return None
-    # A wrapper returns the name of the backend in it.
-    name: str = getattr(backend, "name", lambda: "")()
-    return name
 
 
 def machine() -> str:
@@ -69,65 +58,13 @@ def machine() -> str:
         return ""
 
 
-def store_of(group: dist.ProcessGroup) -> Store | None:
-    """Return the group's store; None if it has none."""
-    backend = backend_name(group) or dist.get_backend(group)
-    if backend == "fake":
-        return None
-    store: Store | None = dist.distributed_c10d._get_process_group_store(group)
-    return store
-
-
-def announce_process(group: dist.ProcessGroup) -> None:
-    """Tell the other ranks which process this rank is, so that they notice when it ends.
-
-    Nothing connects the ranks before the first forward. Until then, a rank that has ended is known
-    by its process alone. So every rank writes its process into the store when it shards a module.
-    It does not wait for other ranks.
-    """
-    if group in _announced:
-        return
-    _announced[group] = os.getpid()
-    store = store_of(group) if group.size() > 1 else None
-    if store is None:
-        return
-    # After an error the others only wait longer.
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{_PROCESS_KEY}/{dist.get_rank(group)}", _C.process_identity().hex())
-
-
-def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
-    """Return the processes of the group's ranks that have announced theirs, by global rank."""
-    store = store_of(group) if group.size() > 1 else None
-    found: dict[int, bytes] = {}
-    if store is None:
-        return found
-    for index, rank in enumerate(dist.get_process_group_ranks(group)):
-        identity = read_process(store, index)
-        if identity is not None:
-            found[rank] = identity
-    return found
-
-
-def read_process(store: Store, index: int) -> bytes | None:
-    """Return the process that the rank at `index` has announced; None if it is unknown."""
-    key = f"{_PROCESS_KEY}/{index}"
-    if not store.check([key]):
-        return None
-    try:
-        identity = bytes.fromhex(store.get(key).decode("ascii"))
-        _C.ended_process(identity)  # raises if it is not a process
-    except (ValueError, RuntimeError):
-        return None
-    return identity
-
-
 class Rendezvous:
     """One exchange of the ranks of a group, over the group's store, before they connect.
 
     Every offer contains a random number, and all later keys contain a hash of all offers. So
-    entries that an earlier attempt, or another group of the same ranks, has left in the store are
-    never mistaken for this attempt's. Ranks in different attempts time out with an error.
+    entries of an earlier rendezvous of the same ranks are never mistaken for those of this one, and
+    ranks in different ones time out with an error. Note [keys of an attempt] says why no entry is
+    of an earlier attempt.
 
     Args:
         group: the ranks. All of them make a Rendezvous.
@@ -144,7 +81,7 @@ class Rendezvous:
                 "none. Use gloo, or leave the transport out."
             )
         announce_process(group)
-        if _announced[group] != os.getpid():
+        if is_fork(group):
             raise RuntimeError(
                 f"this process was forked off that of rank {dist.get_rank()}, and a fork cannot "
                 "connect to the other ranks. Use the model only in the process that sharded it, or "
@@ -156,11 +93,12 @@ class Rendezvous:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._global_rank = self.ranks[self.rank]
-        self._processes: dict[int, bytes] = {}
+        self._processes = processes_seen(group, store)
         self._answered = time.monotonic()  # when the store did so last
-        self._own_key = f"fsdp_ext/offer/{self.rank}"
+        self._store = self._apart(lambda: self._meet(group))
+        self._own_key = f"offer/{self.rank}"
         self._set(self._own_key, os.urandom(_RANDOM_BYTES) + _version() + offer)
-        found = self._get_all("fsdp_ext/offer")
+        found = self._get_all("offer")
         self._check_versions(found)
         self.offers = [value[_RANDOM_BYTES + _VERSION_BYTES :] for value in found]
         self._attempt = hashlib.sha256(b"".join(found)).hexdigest()
@@ -176,7 +114,7 @@ class Rendezvous:
             RuntimeError: if a rank has ended or does not come within the timeout; the message names
                 it.
         """
-        prefix = f"fsdp_ext/{self._attempt}/{what}"
+        prefix = f"{self._attempt}/{what}"
         self._set(f"{prefix}/{self.rank}", value)
         values = self._get_all(prefix)
         self._store.delete_key(self._own_key)  # all ranks have read this rank's offer
@@ -204,7 +142,7 @@ class Rendezvous:
 
     def private_store(self) -> Store:
         """Return a part of the group's store that only the ranks of this rendezvous use."""
-        return PrefixStore(f"fsdp_ext/{self._attempt}", self._store)
+        return PrefixStore(self._attempt, self._store)
 
     def _check_versions(self, offers: list[bytes]) -> None:
         mine = VERSION[:_VERSION_BYTES]
@@ -236,21 +174,24 @@ class Rendezvous:
                 self._store.delete_key(f"{prefix}/done")
 
     def _get_all(self, prefix: str) -> list[bytes]:
-        """Return the values of all ranks, in order of rank.
+        """Return the values of all ranks, in order of rank."""
+        keys = [f"{prefix}/{index}" for index in range(len(self.ranks))]
+        texts = self._apart(lambda: self._wait_for_all(keys))
+        return [self._parse(text, index, keys) for index, text in enumerate(texts)]
 
-        Another thread asks the store. If the network to it is down, a call of the store does not
-        return, whatever its timeout is.
+    def _apart(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Return what `ask` returns, which calls the store, on another thread.
+
+        If the network to the store is down, a call of it does not return, whatever its timeout is.
         """
-
-        def get_all() -> list[bytes]:
-            return [self._get(f"{prefix}/{index}", index) for index in range(len(self.ranks))]
-
         self._answered = time.monotonic()
-        values: Future[list[bytes]] = Future()
-        threading.Thread(target=_run, args=(get_all, values), daemon=True).start()
+        answer: Future[_Answer] = Future()
+        threading.Thread(target=_run, args=(ask, answer), daemon=True).start()
         while True:
             try:
-                return values.result(_STORE_CHECK_INTERVAL)
+                return answer.result(_STORE_CHECK_INTERVAL)
+            except dist.DistError as error:
+                self._raise_lost_store(error)
             except NotDone:
                 silent = time.monotonic() - self._answered
                 if silent >= self._timeout.total_seconds() + 2 * _STORE_CHECK_INTERVAL:
@@ -260,20 +201,43 @@ class Rendezvous:
                         "network to it, may be down."
                     ) from None
 
-    def _get(self, key: str, index: int) -> bytes:
-        """Return a value of the rank at `index` of the group, when it is there."""
-        try:
-            self._wait(key, index)
-            text = self._store.get(key)
-        except dist.DistError as error:
-            self._raise_lost_store(error)
+    def _meet(self, group: dist.ProcessGroup) -> Store:
+        return meet(
+            group,
+            self._store,
+            self._timeout,
+            lambda late: self._raise_late(late[0]),
+            self._raise_ended,
+            self._note_answer,
+        )
+
+    def _note_answer(self) -> None:
+        self._answered = time.monotonic()
+
+    def _wait_for_all(self, keys: list[str]) -> list[bytes]:
+        """Return the values of the keys, one of each rank, when all are there.
+
+        If not, wait for the first one that is missing. With a thousand ranks, asking for all keys
+        at each look would keep the store busy.
+        """
+        while not self._store.check(keys):
+            first = bisect.bisect_left(
+                range(len(keys)), True, key=lambda index: not self._store.check(keys[: index + 1])
+            )
+            if first < len(keys):
+                self._wait(keys[first], first)
+        texts: list[bytes] = self._store.multi_get(keys)
+        return texts
+
+    def _parse(self, text: bytes, index: int, keys: list[str]) -> bytes:
+        """Return the message in an entry of the rank at `index`."""
         try:
             return bytes.fromhex(text.decode("ascii"))
         except ValueError as error:
             raise RuntimeError(
                 f"rank {self._global_rank} found something else than a message of rank "
-                f"{self.ranks[index]} in the process group's store, at '{key}'. Use a store of its "
-                "own for each job."
+                f"{self.ranks[index]} in the process group's store, at '{keys[index]}'. Use a "
+                "store of its own for each job."
             ) from error
 
     def _wait(self, key: str, index: int) -> None:
@@ -282,7 +246,7 @@ class Rendezvous:
         for waited in waiting():
             if self._store.check([key]):
                 return
-            self._answered = time.monotonic()
+            self._note_answer()
             if waited - looked >= _PROCESS_CHECK_INTERVAL:
                 looked = waited
                 if index not in self._processes:
@@ -293,11 +257,14 @@ class Rendezvous:
                 if process is not None and not self._store.check([key]):
                     self._raise_ended(index, process)
             if waited >= self._timeout.total_seconds():
-                raise RuntimeError(
-                    f"rank {self._global_rank} waited {self._timeout.total_seconds():.0f} s for "
-                    f"rank {self.ranks[index]} to begin the first forward, in which all ranks "
-                    "connect. Run the same model on all ranks."
-                )
+                self._raise_late(index)
+
+    def _raise_late(self, index: int) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self._global_rank} waited {self._timeout.total_seconds():.0f} s for rank "
+            f"{self.ranks[index]} to begin the first forward, in which all ranks connect. Run the "
+            "same model on all ranks."
+        )
 
     def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
         """Raise an error that names a rank that has ended, or else says that the store is gone."""
@@ -328,20 +295,7 @@ class Rendezvous:
         )
 
 
-def waiting() -> Iterator[float]:
-    """Yield the seconds since the first look, with growing pauses between looks.
-
-    Each pause is about a fifth of the time so far, so the caller is at most that much late.
-    """
-    start = time.monotonic()
-    pause = SHORTEST_PAUSE
-    while True:
-        yield time.monotonic() - start
-        time.sleep(pause)
-        pause = min(1.25 * pause, LONGEST_PAUSE)
-
-
-def _run(work: Callable[[], list[bytes]], result: Future[list[bytes]]) -> None:
+def _run(work: Callable[[], _Answer], result: Future[_Answer]) -> None:
     try:
         result.set_result(work())
     except BaseException as error:

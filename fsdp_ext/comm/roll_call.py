@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from itertools import starmap
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from fsdp_ext import _C
-from fsdp_ext.comm.rendezvous import processes_of, store_of, waiting
+from fsdp_ext.comm.meeting import meet, processes_of, store_of, waiting
 from fsdp_ext.comm.transports import timeout_of
 
 # Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
@@ -27,7 +28,7 @@ from fsdp_ext.comm.transports import timeout_of
 _FIRST_LOOK = 0.5
 _FIRST_LOOK_PER_RANK = 0.02
 _LONGEST_INTERVAL = 30.0
-_KEY = "fsdp_ext/roll_call"
+_KEY = "roll_call"
 _GAVE_UP = "-"  # before the call of a rank that did not wait any longer
 
 # How many roll calls each group has had. A failed roll call counts only if ranks made different
@@ -87,23 +88,26 @@ class _RollCall:
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all ranks have come."""
+        self._store = meet(
+            self._group, self._store, timeout, partial(self._raise_late, timeout), self._raise_ended
+        )
         self._store.set(self._rank_key(self._index), self._caller)
         if self._store.add(self._key("count"), 1) == len(self._ranks):
             self._store.set(self._key("all"), "")
         try:
-            self._wait_for_others(timeout.total_seconds())
+            self._wait_for_others(timeout)
         except BaseException:
             self._store.add(self._key("count"), -1)
             raise
         _counts[self._group] = self._number + 1
         self._leave()
 
-    def _wait_for_others(self, timeout: float) -> None:
+    def _wait_for_others(self, timeout: timedelta) -> None:
         next_look = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
         for waited in waiting():
             if self._store.check([self._key("all")]):
                 return
-            is_late = waited >= timeout
+            is_late = waited >= timeout.total_seconds()
             if is_late or waited >= next_look:
                 next_look = min(2 * waited, waited + _LONGEST_INTERVAL)
                 callers = self._callers()
@@ -123,12 +127,9 @@ class _RollCall:
         for rank, process in processes_of(self._group).items():
             ended = _C.ended_process(process)
             if ended is not None and self._ranks.index(rank) not in callers:
-                self._fail(
-                    f"waits in {self._caller} for rank {rank} (process {ended}), which has ended. "
-                    "Its last output may say why."
-                )
+                self._raise_ended(self._ranks.index(rank), ended)
 
-    def _give_up(self, callers: dict[int, str], timeout: float) -> NoReturn:
+    def _give_up(self, callers: dict[int, str], timeout: timedelta) -> NoReturn:
         """Raise because ranks have not come. This rank may come again, under the same number."""
         self._store.set(self._rank_key(self._index), _GAVE_UP + self._caller)
         came = {
@@ -136,11 +137,20 @@ class _RollCall:
             for index, caller in callers.items()
             if caller.removeprefix(_GAVE_UP) == self._caller
         }
-        missing = [rank for index, rank in enumerate(self._ranks) if index not in came]
+        self._raise_late(timeout, [i for i in range(len(self._ranks)) if i not in came])
+
+    def _raise_ended(self, index: int, process: int) -> NoReturn:
         self._fail(
-            f"waited {timeout:.0f} s in {self._caller} for ranks {missing}, which have not called "
-            f"it. All of the ranks {self._ranks} have to call {self._caller}, also if only rank 0 "
-            "uses the result."
+            f"waits in {self._caller} for rank {self._ranks[index]} (process {process}), which has "
+            "ended. Its last output may say why."
+        )
+
+    def _raise_late(self, timeout: timedelta, indices: Sequence[int]) -> NoReturn:
+        missing = [self._ranks[index] for index in indices]
+        self._fail(
+            f"waited {timeout.total_seconds():.0f} s in {self._caller} for ranks {missing}, "
+            f"which have not called it. All of the ranks {self._ranks} have to call "
+            f"{self._caller}, also if only rank 0 uses the result."
         )
 
     def _fail(self, what: str) -> NoReturn:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from fsdp_ext import _C
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.comm.rendezvous import Rendezvous, backend_name, machine
+from fsdp_ext.comm.meeting import backend_name
+from fsdp_ext.comm.rendezvous import Rendezvous, machine
 from fsdp_ext.comm.simulated import Simulated
 
 # A name, a simulated transport, or None for the default.

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import export, stream, stream_weights
 from fsdp_ext.checkpoint.transfers import new_tensor
-from fsdp_ext.comm.rendezvous import waiting
+from fsdp_ext.comm.meeting import waiting
 
 
 def _has_the_state_dict(ways: dict[str, tuple[type[Subject], Way]]) -> None:

@@ -36,6 +36,8 @@ from fsdp_ext import _C, _build_info, fully_shard
 from fsdp_ext.__main__ import main
 from fsdp_ext.comm import lanes, rendezvous, transports
 from fsdp_ext.comm.lanes import lanes_of
+from fsdp_ext.comm.meeting import store_of_attempt
+from fsdp_ext.comm.roll_call import call_roll
 
 HOST = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -352,12 +354,14 @@ def test_ranks_that_connect_again_do_not_find_what_they_left() -> None:
         assert results == [[10.0 * attempt, 10.0 * attempt + 1] for attempt in range(4)]
 
 
-def _find_what_another_attempt_left() -> None:
+def _find_what_another_rendezvous_left() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    store = dist.distributed_c10d._get_process_group_store(group)
+    call_roll({group: HOST}, "a call")
+    store = store_of_attempt(group)
+    assert store is not None
     if dist.get_rank() == 1:
         left = os.urandom(rendezvous._RANDOM_BYTES) + rendezvous._version() + os.urandom(200)
-        store.set("fsdp_ext/offer/0", left.hex())
+        store.set("offer/0", left.hex())
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.5)
@@ -366,8 +370,8 @@ def _find_what_another_attempt_left() -> None:
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_mean_different_attempts_say_so() -> None:
-    run_ranks(_find_what_another_attempt_left, 2, fresh=True)
+def test_ranks_in_different_rendezvous_say_so() -> None:
+    run_ranks(_find_what_another_rendezvous_left, 2, fresh=True)
 
 
 # - Ranks that go missing

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.attempts import run_attempts
 from support.launcher import run_ranks
 from support.models import DIM, DeliberateFailure, Fragile
 from torch import nn
@@ -279,12 +280,25 @@ def test_after_a_failure_the_model_is_deleted_long_before_the_timeout(transport:
 # - What the store has
 
 
+def test_a_restarted_job_reads_nothing_that_its_first_forward_left_in_the_store() -> None:
+    assert run_attempts("forward") == ["torch.Size([1, 8])\n"] * 2
+
+
+def test_a_restarted_job_does_not_read_the_verdict_of_an_earlier_deadlock() -> None:
+    assert run_attempts("deadlock") == ["torch.Size([1, 8])\n"] * 2
+
+
+def test_a_restarted_job_does_not_count_calls_of_an_earlier_attempt() -> None:
+    said = ["new 0", "new 1"]
+    assert run_attempts("calls") == [f"{(said, True)}\n", f"{(said, False)}\n"]
+
+
 class _DeletesLate:
     """A store that deletes an offer after rank 0 has read it again, and after 0.4 s in any case."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._before = store.get("fsdp_ext/offer/0").decode()
+        self._before = store.get("offer/0").decode()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -298,7 +312,7 @@ class _DeletesLate:
 
     def _has_next_offer(self) -> bool:
         # Store.get would wait while there is no offer; this returns `before` then.
-        now = self._store.compare_set("fsdp_ext/offer/0", self._before, self._before)
+        now = self._store.compare_set("offer/0", self._before, self._before)
         return now.decode() != self._before
 
 
@@ -336,6 +350,40 @@ def test_a_rendezvous_leaves_no_keys_in_the_store() -> None:
         assert later == [first, first]
 
 
+class _Counting:
+    """A store that counts its calls."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def _requests_of_a_late_exchange(ranks: int) -> int:
+    """Rank 0 of many ranks reads their values once they are there. This process writes them all."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        meeting = Rendezvous(group, b"", LONG)
+        meeting.ranks = list(range(ranks))
+        for index in range(ranks):
+            meeting._set(f"values/{index}", b"a value")
+        counting: Any = _Counting(meeting._store)
+        meeting._store = counting
+        assert meeting._get_all("values") == [b"a value"] * ranks
+        return int(counting.calls)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_values_of_all_ranks_are_read_by_as_many_requests_whatever_the_number_of_ranks() -> None:
+    assert [_requests_of_a_late_exchange(ranks) for ranks in (2, 500)] == [2, 2]
+
+
 def _other_version() -> str:
     if dist.get_rank() == 1:
         rendezvous.VERSION = "0.0.1"
@@ -361,9 +409,10 @@ def test_something_else_in_the_store_is_an_error(entry: str) -> None:
         group = dist.group.WORLD
         assert group is not None
         in_store = dist.distributed_c10d._get_process_group_store(group)
-        in_store.set("fsdp_ext/offer/1", entry)
+        in_store.set("offer/1", entry)
         with (
             mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+            mock.patch.object(rendezvous, "meet", return_value=in_store),
             pytest.raises(RuntimeError, match=r"rank 1 .*(Use a store of its own|of another)"),
         ):
             Rendezvous(group, b"", LONG)

@@ -163,16 +163,17 @@ void register_transports(LanesClass& bound) {
           "process_group",
           [](c10::intrusive_ptr<c10d::ProcessGroup> gather,
              c10::intrusive_ptr<c10d::ProcessGroup> reduce, double timeout,
-             const std::vector<int>& ranks, const std::map<int, std::string>& processes,
-             HostLanes* on_host, bool groups_one_by_one) {
+             c10::intrusive_ptr<c10d::Store> store, const std::vector<int>& ranks,
+             const std::map<int, std::string>& processes, HostLanes* on_host,
+             bool groups_one_by_one) {
             const int rank = ranks.at(static_cast<std::size_t>(gather->getRank()));
             return make_process_group_lanes(std::move(gather), std::move(reduce),
-                                            members_of(rank, ranks, processes),
+                                            members_of(rank, ranks, processes), std::move(store),
                                             milliseconds(timeout), groups_one_by_one,
                                             on_host != nullptr ? std::move(*on_host) : HostLanes());
           },
           py::arg("gather_group"), py::arg("reduce_group"), py::arg("timeout"), py::kw_only(),
-          py::arg("ranks"), py::arg("processes") = std::map<int, std::string>(),
+          py::arg("store"), py::arg("ranks"), py::arg("processes") = std::map<int, std::string>(),
           py::arg("on_host") = nullptr, py::arg("groups_one_by_one") = false)
       .def_static(
           "inline",

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
-from fsdp_ext.comm.rendezvous import announce_process
+from fsdp_ext.comm.meeting import announce_process
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.comm.transports import device_of, resolve_transport
 from fsdp_ext.sharding.api.arguments import (
