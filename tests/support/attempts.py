@@ -1,16 +1,13 @@
 """Attempts of a job as torchrun makes them: new processes each time, and one store for all of them.
 
-A rank's process runs ``python -m support.attempts WHAT``. In the first attempt it is ended, or
-fails. In the second one, rank 1 is late, and rank 0 must not take what the first attempt has left
-in the store for an answer of rank 1.
+In the first attempt the ranks are ended, or fail. In the second one, rank 1 is late, and rank 0
+must not take what the first attempt has left in the store for an answer of rank 1.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,47 +17,37 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ext import fully_shard
+from support import launcher
 
 _BEGUN = "test/begun"
-_WAIT_S = 60.0
+_RESULT = "test/result"
+_WAIT_S = 120.0
 _LATE_S = 1.5  # longer than three looks of those that watch for deadlocks
 
 
 def run_attempts(what: str) -> list[str]:
-    """Run two attempts of two ranks, and return the output of each rank of the second one."""
+    """Run two attempts of two ranks, and return the results of the ranks of the second one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher._start_server()
     for attempt in (0, 1):
-        ranks = [_start(what, attempt, rank, store.port) for rank in (0, 1)]
+        ranks = [
+            launcher._context.Process(target=main, args=(what, attempt, rank, store.port))
+            for rank in (0, 1)
+        ]
+        for process in ranks:
+            process.start()
         if attempt == 0:
             store.wait([f"{_BEGUN}/{rank}" for rank in (0, 1)])
             time.sleep(_LATE_S)
             for process in ranks:
                 process.kill()
-        outputs = [process.communicate(timeout=_WAIT_S)[0] for process in ranks]
+        for process in ranks:
+            process.join(_WAIT_S)
         for key in store.list_keys():  # gloo may connect to addresses of the first attempt
-            if "fsdp_ext" not in key:
+            if "fsdp_ext" not in key and not key.startswith(_RESULT):
                 store.delete_key(key)
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    return outputs
-
-
-def _start(what: str, attempt: int, rank: int, port: int) -> subprocess.Popen[str]:
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "support.attempts", what],
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return [store.get(f"{_RESULT}/{rank}").decode() for rank in (0, 1)]
 
 
 def _model(transport: str | None = None) -> Any:
@@ -116,20 +103,25 @@ def _calls(attempt: int, rank: int, begin: Callable[[], None]) -> object:
     return said, waited > _LATE_S / 2
 
 
-def main(what: str) -> None:
+def main(what: str, attempt: int, rank: int, port: int) -> None:
     """Run one rank in one attempt."""
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=_WAIT_S / 2))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.barrier()
 
     def begin() -> None:
         store.set(f"{_BEGUN}/{rank}", "")
 
     work = {"forward": _forward, "deadlock": _deadlock, "calls": _calls}[what]
-    print(work(attempt, rank, begin), flush=True)
+    store.set(f"{_RESULT}/{rank}", str(work(attempt, rank, begin)))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    dist.destroy_process_group()
