@@ -1,5 +1,13 @@
 """How the ranks of a group first meet in its store, and which of them have ended."""
 
+# Note [keys of an attempt]
+# torchrun restarts ranks, and keeps one store for all attempts. So a key that is not there yet may
+# have a value of an earlier attempt. Nothing in the environment names the attempt: torchrun counts
+# restarts on each host by itself, and not those for changes of membership. So rank 0 makes a random
+# word, and all keys that ranks wait for contain it. Each other rank writes a random mark, waits for
+# the word under a key that contains this mark, and says under the word that it has come. Rank 0
+# answers every mark, also an old one, and the new one as soon as it replaces the old one.
+
 from __future__ import annotations
 
 import contextlib
@@ -135,13 +143,7 @@ def meet(
 ) -> Store:
     """Wait for all ranks once, and return the part of the store that only this attempt uses.
 
-    Note [keys of an attempt]: torchrun restarts ranks, and keeps one store for all attempts. So a
-    key that is not there yet may have a value of an earlier attempt. Nothing in the environment
-    names the attempt: torchrun counts restarts on each host by itself, and not those for changes of
-    membership. So rank 0 makes a random word, and all keys that ranks wait for contain it. Each
-    other rank writes a random mark, waits for the word under a key that contains this mark, and
-    says under the word that it has come. Rank 0 answers every mark, also an old one, and the new
-    one as soon as it replaces the old one.
+    See Note [keys of an attempt].
 
     Args:
         group: the ranks. All of them call this, in whichever of their calls comes first.
