@@ -347,8 +347,9 @@ class Staged:
         return snapshot.copied(memory)
 
 
-@functools.cache  # the same for each save, because memory is given back after work of its stream
+@functools.cache
 def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all saves: torch frees pinned memory after the streams that used it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

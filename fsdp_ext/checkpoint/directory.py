@@ -10,9 +10,9 @@ leaves no incomplete checkpoint.
 
 Rank 0 holds a lock of the directory while it saves. So no other job writes there, and every
 unfinished checkpoint was left by a job that has ended. Some network file systems have no locks.
-There, a job may remove what another one still writes. The other one must not report success for it:
-the token keeps it from writing into the new directory, and the removal begins with a rename, after
-which it can neither write its index nor make its directory a checkpoint.
+There, job B may remove what job A still writes, and then A must not report success. A cannot write
+into B's directory, whose name has another token. B renames A's directory before it removes it, so A
+can neither write its index nor make its directory a checkpoint.
 """
 
 from __future__ import annotations

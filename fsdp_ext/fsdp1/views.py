@@ -113,7 +113,11 @@ class FlatParamView(_View):
 
     @property
     def _local_shard(self) -> torch.Tensor:
-        """The same memory as ``data``. It is one tensor until it is set, or the memory changes."""
+        """The same memory as ``data``.
+
+        One view returns one tensor, because verl compares the ids of both: ids of tensors that are
+        made for each call may coincide.
+        """
         now = self.data
         kept: torch.Tensor | None = vars(self).get("_kept")
         if kept is None or kept.dtype != now.dtype or kept.data_ptr() != now.data_ptr():

@@ -72,6 +72,7 @@ class _UnitGradients:
     def __init__(self, params: frozenset[Any], unit: Unit, flat: torch.Tensor) -> None:
         assert unit.impl is not None
         self.flat = flat
+        unit.flat_readers.add(self)
         self.norm_dtype = norm_dtype(params)
         self.by_ranks: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
         entries = [each if isinstance(each, ShardedParam) else None for each in unit.entries]
@@ -82,3 +83,8 @@ class _UnitGradients:
                 ranks = NormRanks.of(entry.sharded, {entry.sharded: unit}, _CALLER)
                 end = place.offset + place.local_shape.numel() * place.dtype.itemsize
                 self.by_ranks[ranks].append(flat[place.offset : end].view(place.dtype))
+
+    def free(self) -> None:
+        """Let go of the flat gradient, which the unit has left."""
+        self.flat = torch.empty(0)
+        self.by_ranks.clear()

@@ -83,8 +83,8 @@ class _Namespace(ModuleType):
         if torchs is None or value is not torchs:
             return value
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        # PyTorch's own code treats what it finds as PyTorch's. A pickle names a class by its
-        # module, and has to find the same class there.
+        # PyTorch's own code gets PyTorch's objects, because it uses their internals. A pickle names
+        # a class by its module, and has to find the same class there.
         is_torchs = caller.startswith("torch.distributed.fsdp.") or caller in _PICKLERS
         return value if is_torchs else ours
 

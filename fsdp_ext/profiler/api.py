@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_ext import _C
 from fsdp_ext._util.files import write_text
 from fsdp_ext._util.numbers import MOST_STEPS, is_at_least
 from fsdp_ext.comm.inline_group import refuse_inline
@@ -75,7 +77,8 @@ class profile(Recording):
             raise ValueError(
                 f"profile got iterations={iterations!r}. Keep from 1 to {MOST_STEPS} steps."
             )
-        self._impl = self._root.impl
+        # Weak: a result must not keep the memory of units that the model no longer has.
+        self._recorded = weakref.ref(self._root.impl)
         super().__init__(self._root, iterations)
 
     def __enter__(self) -> profile:
@@ -105,6 +108,7 @@ class profile(Recording):
     ) -> None:
         """Wait for all work that was issued, and read the times."""
         _profiled.discard(self._root)
+        self._owned = {}
         for hook in self._hooks:
             hook.remove()
         if kind is not None:  # the block's own error says more
@@ -136,9 +140,13 @@ class profile(Recording):
         if self._has_model() and self._has_parameters_of(optimizer):
             self._impl.end_step()
 
+    @property
+    def _impl(self) -> _C.TorchRoot:
+        return self._root.impl
+
     def _has_model(self) -> bool:
-        """Return whether the root is still the one that the profile was made for."""
-        return self._root.is_built and self._root.impl is self._impl
+        """Return whether the root still has the C++ side that the profile was made for."""
+        return self._root.is_built and self._root.impl is self._recorded()
 
     def _check_model(self) -> None:
         if not self._has_model():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import TwoLayers
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_ext
 from fsdp_ext import FullyShardedDataParallel as FSDP
-from fsdp_ext import clip_grad_norm_, fully_shard
+from fsdp_ext import clip_grad_norm_, fully_shard, profile
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.optim import SGD
 
@@ -94,8 +95,9 @@ def _frees() -> None:
     for convert in (move, nn.Module.double, convert_units):
         for model in models():
             optimizer = SGD(model.parameters(), lr=0.05)
-            for step in range(2):
-                loss = backward(model, step)
+            backward(model, 0)
+            with profile(model) as recorded:
+                loss = backward(model, 1)
                 clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -104,7 +106,29 @@ def _frees() -> None:
             convert(model)
             assert memory.is_free()
             assert loss.isfinite()
+            assert recorded.iterations
             train(model, range(2), optimizer)
+
+
+def _after_a_forward(holds: bool) -> list[Tensor]:
+    model = sharded()
+    train(model, range(2))
+    output = model(batch(model, 2))
+    if not holds:
+        del output
+    model.double()
+    model.prefetch_next_forward()
+    return train(model, range(3))
+
+
+def _prefetches() -> None:
+    torch.testing.assert_close(
+        _after_a_forward(holds=dist.get_rank() == 0), _after_a_forward(holds=False)
+    )
+
+
+def test_ranks_gather_nothing_ahead_after_a_conversion_whatever_graphs_they_hold() -> None:
+    run_ranks(_prefetches, 2)
 
 
 def test_a_conversion_frees_the_old_shards_gradients_and_buffers() -> None:

@@ -89,7 +89,8 @@ class FSDPModule(TorchFSDPModule):
         """Issue the first gathers of the model's next forward now, so that they overlap the loader.
 
         Call it after ``optimizer.step()``, on all ranks. It issues no gathers before the first
-        forward, nor once a CUDA graph has captured a step. If an optimizer's step,
+        forward, between a conversion (``model.to()``) and the next forward, and once a CUDA graph
+        has captured a step. If an optimizer's step,
         ``load_state_dict`` or a write in place changes parameters of a unit before the forward, the
         unit is gathered again. Such changes have to happen on all ranks. Writes through ``.data``,
         local tensors, ``flat_shard()`` or ``torch._foreach_`` functions may not be noticed, and
@@ -100,7 +101,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: if forward or backward runs.
         """
         root = self._fsdp_ext_unit.root
-        if root is not None and root.is_built:
+        if root is not None and self._fsdp_ext_unit.impl is not None:
             root.impl.prefetch_next_forward()
 
     def reset_iter_state(self) -> None:
@@ -189,9 +190,11 @@ class FSDPModule(TorchFSDPModule):
         """Return the gradients that backwards have accumulated and not reduced yet.
 
         They are this rank's gradients of the unsharded parameters, in the dtype of the reduction.
-        Nothing is sent. The tensors are copies, which are kept until the next backward, reduction
-        or ``module.to()``. Until then in-place changes take effect, except those through ``.data``.
-        Afterwards call this again. PyTorch 2.15 does not have this method yet.
+        Nothing is sent, except after a conversion (``module.to()``): then all ranks have to call
+        this, or run a forward before. The tensors are copies, which are kept until the next
+        backward, reduction or ``module.to()``. Until then in-place changes take effect, except
+        those through ``.data``. Afterwards call this again. PyTorch 2.15 does not have this method
+        yet.
 
         Args:
             recurse: also return gradients of all units below.

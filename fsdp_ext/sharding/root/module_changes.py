@@ -52,7 +52,7 @@ def check_parameters(root: nn.Module, units: Sequence[Unit]) -> bool:
     """Check that the modules under ``root`` have the parameters that the units have.
 
     Returns:
-        Whether the model may train. Without gradients, it may have trained parameters of no unit.
+        Whether forwards with gradients may run: False if a trained parameter is in no unit.
     """
     may_train = True
     owners = {param.sharded: unit for unit in units for param in unit.params}

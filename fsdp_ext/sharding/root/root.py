@@ -66,11 +66,11 @@ class Root(UnitTree):
         # Identifies the reductions that a handle waits for; None without a pending handle.
         self.pending_reduction: object = None
         self._impl: _C.TorchRoot | None = None
-        # Of a C++ side that this one replaces, or will replace.
+        # What the next C++ side takes over from the last one.
         self._unreduced: list[unreduced.Unreduced] = []
         self._awaits_finalization = False
         # Units that the user has unsharded, and whether their unsharded parameters are registered.
-        # Only a provisional root reads it, since passes do not update it.
+        # It is right in a provisional root alone, because passes do not update it.
         self._unsharded: dict[Unit, bool] = {}
         self._check_units()
         self._placed: list[Sequence[Entry]] = []
@@ -94,7 +94,7 @@ class Root(UnitTree):
         self.checks = self._make_checks()
         self._build()
         self._put_unreduced()
-        # This comes last: if anything above raises, the next forward starts over.
+        # From here on the root is in use. If anything above raises, the next forward starts over.
         for unit in self.units:
             unit.root = self
         check_again()  # each optimizer asks the lanes of its own roots
@@ -506,9 +506,10 @@ class Root(UnitTree):
 
     def has_open_backward(self) -> bool:
         """Return whether reductions of earlier backwards are not waited for."""
+        awaits = self._awaits_finalization
         if self._impl is not None:
-            self._awaits_finalization = self._impl.awaits_finalization()
-        return self.pending_reduction is not None or self._awaits_finalization
+            awaits = self._impl.awaits_finalization()
+        return self.pending_reduction is not None or awaits
 
     def leave_reduction_pending(self) -> object:
         """Let a handle wait for the reductions later. Return a token that identifies them."""
@@ -561,9 +562,9 @@ class Root(UnitTree):
 
         In-place changes take effect until the next backward begins.
         """
-        if self._impl is None and not self._unreduced:
-            return {}
         if self._impl is None:
+            if not self._unreduced:
+                return {}
             self.rebuild()
         number = self.number(unit)
         pending = self._pending.of(self.impl, number, self._placed[number])

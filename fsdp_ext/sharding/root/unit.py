@@ -139,8 +139,8 @@ class Unit(ParamGroup):
         self.flat_shard = torch.empty(0, dtype=torch.uint8, device=self.shard_device)
         # Each entry's part of the flat shard. See Note [own storages] in csrc/torch/flat_tensor.h.
         self.shard_parts: list[torch.Tensor] = []
-        # Objects outside that refer to the flat shard: FlatRuns of optimizers. free() of each is
-        # called when the unit gets another one.
+        # Objects outside that refer to the flat shard or gradient, such as FlatRuns of optimizers.
+        # free() of each is called when the unit gets another flat shard.
         self.flat_readers: weakref.WeakSet[Any] = weakref.WeakSet()
         # The inputs of extensions; empty until the C++ side is made: Note [tensor extensions].
         self.inputs: list[GatherInput] = []

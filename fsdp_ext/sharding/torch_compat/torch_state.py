@@ -70,7 +70,9 @@ class _CommContext:
     @functools.cached_property
     def all_gather_stream(self) -> Any:
         """A stream for copies of the caller's own. Gathers run on streams of the lanes."""
-        return torch.get_device_module(self.device).Stream(priority=-1)  # as in FSDP2
+        kind = torch.get_device_module(self.device).Stream
+        of_device = {} if self.device.type == "cpu" else {"device": self.device}
+        return kind(priority=-1, **of_device)  # as in FSDP2
 
 
 class _View:
