@@ -11,8 +11,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <string>
 #include <type_traits>
+#include <typeinfo>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "torch/out_of_memory.h"
 #include "torch/torch_unit.h"
@@ -80,16 +84,19 @@ struct GradientHook final : NotCompiled<torch::autograd::PostAccumulateGradHook>
 };
 
 struct ShardedHook final : NotCompiled<torch::autograd::FunctionPreHook> {
-  explicit ShardedHook(std::weak_ptr<TorchUnit> unit) : unit(std::move(unit)) {}
+  ShardedHook(std::weak_ptr<TorchUnit> unit, std::size_t trainable)
+      : unit(std::move(unit)), trainable(trainable) {}
 
   variable_list operator()(const variable_list& gradients) override {
+    bool is_added = false;
     if (const auto of = unit.lock()) {
-      with_torch_errors([&] { of->before_change_of_gradients(); });
+      with_torch_errors([&] { is_added = of->on_sharded_gradient(trainable, gradients.front()); });
     }
-    return gradients;
+    return is_added ? variable_list(1) : gradients;
   }
 
   std::weak_ptr<TorchUnit> unit;
+  std::size_t trainable;
 };
 
 // Each input has a node of its own, because PyTorch needs a view to be the first output of a node.
@@ -155,6 +162,58 @@ void hook_node(Node* node, const std::shared_ptr<TorchUnit>& unit, CallId call, 
   node->add_pre_hook(std::make_unique<PreBackwardHook>(unit, call, node, calls));
   if (calls != nullptr) {
     calls->add(call, node);
+  }
+}
+
+// Whether the node is a torch.autograd.Function, or one in C++. torch does not export the classes.
+bool is_custom(const Node& node) {
+  const std::string type = typeid(node).name();
+  return type.find("PyNode") != std::string::npos || type.find("CppNode") != std::string::npos;
+}
+
+// Whether autograd runs the node on the thread of the device.
+bool runs_on(const Node& node, at::Device device) {
+  for (std::uint32_t i = 0; i < node.num_inputs(); ++i) {
+    if (node.input_metadata(i).device() == device) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// See Note [outputs on another device]. Nodes before `first_node` do not belong to the unit. Custom
+// functions count, since they may read parameters on any thread.
+std::vector<Node*> first_nodes_on(at::Device device, Node* output, std::uint64_t first_node) {
+  std::vector<Node*> found;
+  std::vector<Node*> open{output};
+  std::unordered_set<Node*> seen{output};
+  while (!open.empty()) {
+    Node* const node = open.back();
+    open.pop_back();
+    if (runs_on(*node, device) || is_custom(*node)) {
+      found.push_back(node);
+      continue;
+    }
+    for (const Edge& edge : node->next_edges()) {
+      Node* const next = edge.function.get();
+      if (next != nullptr && next->sequence_nr() >= first_node && next->num_outputs() > 0 &&
+          seen.insert(next).second) {
+        open.push_back(next);
+      }
+    }
+  }
+  return found;
+}
+
+void hook_output(Node* node, const std::shared_ptr<TorchUnit>& unit, CallId call,
+                 std::uint64_t first_node, GraphCalls* calls) {
+  if (runs_on(*node, unit->device())) {
+    hook_node(node, unit, call, calls);
+    return;
+  }
+  const std::vector<Node*> first = first_nodes_on(unit->device(), node, first_node);
+  for (Node* const each : first.empty() ? std::vector<Node*>{node} : first) {
+    hook_node(each, unit, call, calls);
   }
 }
 
@@ -309,10 +368,10 @@ void add_pre_backward_hook(const at::Tensor& output, const std::shared_ptr<Torch
   if (output.is_view() && output._base().requires_grad() && !output._base().is_leaf()) {
     const auto& node = output._base().grad_fn();
     if (node->sequence_nr() >= first_node) {
-      hook_node(node.get(), unit, call, calls);
+      hook_output(node.get(), unit, call, first_node, calls);
     }
   }
-  hook_node(output.grad_fn().get(), unit, call, calls);
+  hook_output(output.grad_fn().get(), unit, call, first_node, calls);
 }
 
 bool has_gradient_hook(const at::Tensor& parameter) {
@@ -327,15 +386,20 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> uni
   }
 }
 
-void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit) {
+void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit,
+                         std::size_t trainable) {
   auto& hooks = torch::autograd::impl::hooks(parameter);
   for (const auto& hook : hooks) {
     if (auto* const known = dynamic_cast<ShardedHook*>(hook.get())) {
-      known->unit = unit;
+      // Another thread of this backward may run the hook now.
+      if (known->unit.owner_before(unit) || unit.owner_before(known->unit)) {
+        known->unit = unit;
+        known->trainable = trainable;
+      }
       return;
     }
   }
-  hooks.push_back(std::make_unique<ShardedHook>(unit));  // add_hook refuses a second one
+  hooks.push_back(std::make_unique<ShardedHook>(unit, trainable));  // add_hook refuses a second one
 }
 
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,

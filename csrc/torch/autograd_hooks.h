@@ -6,7 +6,8 @@
 //   PostBackwardNode    a node in front of a unit's inputs: backward has passed the unit; an
 //                       InputWatch puts it there
 //   ShardedHook         on a sharded parameter: autograd is about to add to its gradient, because
-//                       the loss uses the sharded parameter itself
+//                       the loss uses the sharded parameter itself. If that is on the host and its
+//                       unit on a GPU, the hook adds instead: Note [turns] in torch/torch_root.h
 //
 // The first and the last own the model's C++ side until backward has passed them without keeping
 // the graph. So a backward works if its model was dropped, as it does for modules of torch.
@@ -29,6 +30,13 @@
 // backward has passed the unit when it reaches an earlier unit, or ends. If forward returns an
 // input as it is, the caller gets a view of it, and the view's node tells when backward reaches the
 // unit.
+//
+// Note [outputs on another device]
+// Autograd runs a node on the thread of the device of its gradient, at the same time as nodes of
+// other devices. An output on the host, such as h.sum().cpu(), is reached as soon as backward
+// begins, while the device's thread still runs later units. The order of backward does not allow
+// that. So hooks of a unit on a GPU are not on the nodes of its outputs on the host, but on the
+// first nodes behind them that run on the GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -82,9 +90,10 @@ void set_gradient_hook(const at::Tensor& parameter, std::weak_ptr<TorchUnit> uni
 // Whether the parameter has this hook, which a registration of the user's replaces.
 bool has_gradient_hook(const at::Tensor& parameter);
 
-// Puts a ShardedHook on the sharded parameter, or gives the one there this unit. Each backward
-// calls it, since the first hook that the user registers removes it.
-void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit);
+// Puts a ShardedHook on the sharded parameter with this number, or gives the one there this unit.
+// Each backward calls it, since the first hook that the user registers removes it.
+void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchUnit>& unit,
+                         std::size_t trainable);
 
 // Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,

@@ -61,6 +61,10 @@ const char* doing(RootOwner::Use use) {
 
 }  // namespace
 
+std::uint64_t RootOwner::this_backward() {
+  return static_cast<std::uint64_t>(torch::autograd::get_current_graph_task_id() + 1) << 40;
+}
+
 std::uint32_t RootOwner::this_thread() {
   static thread_local const auto number = static_cast<std::uint32_t>(syscall(SYS_gettid));
   return number;
@@ -75,11 +79,6 @@ void RootOwner::change(Use use) {
   if (thread_of(state_.load(std::memory_order_relaxed)) == this_thread()) {
     state_.store(pack(this_thread(), use), std::memory_order_relaxed);
   }
-}
-
-void RootOwner::begin_backward() {
-  backward_.store(torch::autograd::get_current_graph_task_id(), std::memory_order_relaxed);
-  change(Use::Backward);
 }
 
 void RootOwner::leave() {
@@ -97,11 +96,11 @@ void RootOwner::leave_backward() {
 
 // Whether a thread that is not the owner may use the root nevertheless.
 bool RootOwner::may_enter(std::uint64_t seen) const {
-  const int backward = torch::autograd::get_current_graph_task_id();
-  if (backward >= 0 && backward == backward_.load(std::memory_order_relaxed)) {
+  const std::uint64_t backward = this_backward();
+  if (backward != 0 && backward == backward_of(seen)) {
     return true;
   }
-  return (backward >= 0 && python_name_of(this_thread()).empty()) || has_ended(thread_of(seen));
+  return (backward != 0 && python_name_of(this_thread()).empty()) || has_ended(thread_of(seen));
 }
 
 bool RootOwner::enter_from_outside(std::uint64_t seen, Use use) {

@@ -43,21 +43,24 @@ class RootOwner {
   bool is_of_another_thread() const;
   // Records what the owner does from now on. Does nothing on other threads.
   void change(Use use);
-  // Call it after enter(), in the first hook of a backward.
-  void begin_backward();
   // This thread is no longer the owner.
   void leave();
   // Ends the ownership of a backward. Another thread of autograd may call it.
   void leave_backward();
 
  private:
+  // The number of the backward that this thread runs, in the upper bits that threads leave free.
+  // 0 if it runs none.
+  static std::uint64_t this_backward();
   static std::uint64_t pack(std::uint32_t thread, Use use) {
-    return (std::uint64_t{thread} << 8) | static_cast<std::uint64_t>(use);
+    return (use == Use::Backward ? this_backward() : 0) | (std::uint64_t{thread} << 8) |
+           static_cast<std::uint64_t>(use);
   }
   static Use use_of(std::uint64_t state) { return static_cast<Use>(state & 0xff); }
   static std::uint32_t thread_of(std::uint64_t state) {
     return static_cast<std::uint32_t>(state >> 8);
   }
+  static std::uint64_t backward_of(std::uint64_t state) { return state >> 40 << 40; }
   static std::uint32_t this_thread();
 
   bool enter_from_outside(std::uint64_t seen, Use use);
@@ -65,8 +68,8 @@ class RootOwner {
   bool may_enter(std::uint64_t seen) const;
   bool has_left_after_failing(std::uint64_t seen) const;
 
-  std::atomic<std::uint64_t> state_;  // the kernel's number of the thread, and its use; 0: none
-  std::atomic<int> backward_ = -1;    // the last one, by autograd's number
+  // The kernel's number of the thread, its use, and the backward if that is the use. 0: none.
+  std::atomic<std::uint64_t> state_;
 };
 
 }  // namespace fsdp

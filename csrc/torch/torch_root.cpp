@@ -89,6 +89,15 @@ void TorchRoot::add_unit(const std::shared_ptr<TorchUnit>& unit, UnitConfig conf
   units_.push_back(unit);
 }
 
+TorchRoot::Turn TorchRoot::take_turn() {
+  Turn turn(turns_, std::try_to_lock);
+  if (!turn.owns_lock()) {
+    const NoGilIfHeld no_gil;
+    turn.lock();
+  }
+  return turn;
+}
+
 void TorchRoot::leave_if_idle() {
   const bool is_idle =
       pipeline_ == nullptr || (passes().outermost() == Passes::kNone &&
@@ -209,6 +218,7 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
   if (!passes().fail_backward(number)) {
     return;
   }
+  const Turn turn = take_turn();
   try {
     const GilUnlessExit gil;
     if (gil && number == passes().number()) {
@@ -231,11 +241,12 @@ void TorchRoot::abandon_backward(std::uint64_t number) noexcept {
   }
 }
 
-void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
+TorchRoot::Turn TorchRoot::ensure_backward(const torch::autograd::Node* node) {
   FSDP_CHECK(pipeline_ != nullptr,
              "Parameters were frozen, unfrozen, replaced or converted, and the model ran forward "
              "again, before the backward of an earlier forward. Run that backward first.");
-  owner_.enter(RootOwner::Use::Backward);
+  owner_.enter(RootOwner::Use::Backward);  // it may wait for a thread that needs a turn to leave
+  Turn turn = take_turn();
   try {
     if (passes().has_failed_backward() && reset_failed(Pipeline::After::FailureInForward)) {
       with_python(warn_of_lost_gradients);
@@ -247,6 +258,7 @@ void TorchRoot::ensure_backward(const torch::autograd::Node* node) {
     return_from_backward();
     throw;
   }
+  return turn;
 }
 
 void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
@@ -264,7 +276,7 @@ void TorchRoot::begin_engine_backward(const torch::autograd::Node* node) {
       }
     });
   }
-  owner_.begin_backward();
+  owner_.change(RootOwner::Use::Backward);
   look_for_profilers();
   // The engine enables gradients in a backward with create_graph=True: Note [double backward].
   begin_backward(/*may_reshard=*/!at::GradMode::is_enabled(), graph_calls_.current(node));
@@ -306,6 +318,7 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
 
 void TorchRoot::end_backward() {
   const Range range(*lanes_->device, kEndBackward);
+  Turn turn = take_turn();
   pipeline_->end_backward();
   awaits_finalization_ = awaits_finalization_ && !pipeline_->options().is_last_backward;
   for (const auto& unit : units_) {
@@ -316,6 +329,7 @@ void TorchRoot::end_backward() {
   if (is_checking_ && !passes().in_forward()) {
     end_step();
   }
+  turn.unlock();
   for (const auto& unit : units_) {
     unit->return_users_gradients();
     unit->run_post_accumulate_hooks();

@@ -8,12 +8,27 @@
 // unsharded parameter, which autograd has recorded, gets requires_grad of its sharded one again.
 // Models with flat parameters get new units at once, because the memory of a flat parameter may
 // have changed, too.
+//
+// Note [turns]
+// On a GPU, autograd runs a node whose gradient is on the host on the thread that has called
+// backward, and at the same time other nodes on the device's thread. So hooks of one backward may
+// run on two threads. They take turns: each hook, each recomputed forward and each method that the
+// user calls holds the root's mutex. Its holder may call Python, such as extensions, reduce hooks
+// and attached optimizers. So no thread waits for the mutex while it holds the GIL. Hooks of users
+// on sharded parameters run without the mutex, because they may run a backward themselves, whose
+// hooks come on another thread.
+//
+// Under CPUOffloadPolicy, a loss may use the sharded parameters, which are on the host. Autograd
+// adds to their gradients on the caller's thread when a hook has returned, so out of turn. So the
+// hook adds the gradient itself, in turn, and gives autograd nothing to add. It leaves that to
+// autograd if a user's hook has to run after it, and in a backward with create_graph=True.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -50,6 +65,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // See Note [one thread].
   RootOwner& owner() { return owner_; }
+  // See Note [turns]. A thread may hold several at once.
+  using Turn = std::unique_lock<std::recursive_mutex>;
+  [[nodiscard]] Turn take_turn();
   // Lets other threads in, unless a forward or backward runs.
   void leave_if_idle();
 
@@ -69,7 +87,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   void abandon_forward(const TorchUnit& unit);
 
   // Every backward hook calls this first. `node` is behind the output that backward has reached.
-  void ensure_backward(const torch::autograd::Node* node = nullptr);
+  [[nodiscard]] Turn ensure_backward(const torch::autograd::Node* node = nullptr);
   GraphCalls& graph_calls() { return graph_calls_; }
   // Whether a forward that begins now needs new units, because parameters were frozen, unfrozen or
   // converted.
@@ -123,6 +141,7 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   bool reset_failed(Pipeline::After after);
 
   RootOwner owner_;
+  std::recursive_mutex turns_;
   std::shared_ptr<Lanes> lanes_;
   std::shared_ptr<Lanes> replicas_;  // may be null
   std::vector<std::shared_ptr<TorchUnit>> units_;
@@ -153,7 +172,7 @@ std::vector<at::Tensor> accumulated_gradients(TorchRoot& root, int unit);
 class UseOfRoot {
  public:
   explicit UseOfRoot(TorchRoot& root)
-      : root_(root), is_first_(root.owner().enter(RootOwner::Use::Call)) {}
+      : root_(root), is_first_(root.owner().enter(RootOwner::Use::Call)), turn_(root.take_turn()) {}
   ~UseOfRoot() {
     if (is_first_) {
       root_.leave_if_idle();
@@ -165,6 +184,7 @@ class UseOfRoot {
  private:
   TorchRoot& root_;
   bool is_first_;
+  TorchRoot::Turn turn_;
 };
 
 }  // namespace fsdp

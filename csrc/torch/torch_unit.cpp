@@ -175,6 +175,9 @@ void TorchUnit::bind(std::vector<BoundObjects> objects, py::object make_gradient
     if (parameters_.trained(i).unsharded.defined()) {
       set_gradient_hook(parameters_.trained(i).unsharded, weak_from_this(), i);
     }
+    if (parameters_.gradient_owner(i).device() != device()) {
+      watch_sharded(i);  // in time for the first backward, in which another thread may run the hook
+    }
   }
   has_extensions_ = !extensions.is_none();
   extensions_ = std::move(extensions);
@@ -452,9 +455,14 @@ void TorchUnit::begin_backward() {
     const at::Tensor& owner = parameters_.gradient_owner(i);
     const bool has_accumulated = progress.awaits_reduction() && !progress.is_frozen(i);
     progress.set_frozen(i, !owner.requires_grad() && !has_accumulated);
-    if (owner.requires_grad() && owner.is_leaf()) {
-      ensure_sharded_hook(owner, weak_from_this());
-    }
+    watch_sharded(i);
+  }
+}
+
+void TorchUnit::watch_sharded(std::size_t trainable) {
+  const at::Tensor& owner = parameters_.gradient_owner(trainable);
+  if (owner.requires_grad() && owner.is_leaf()) {
+    ensure_sharded_hook(owner, weak_from_this(), trainable);
   }
 }
 
@@ -462,6 +470,7 @@ void TorchUnit::before_change_of_gradients() {
   const auto root = this->root();
   if (root != nullptr && !root->is_retired()) {
     const NoGilIfHeld no_gil;
+    const TorchRoot::Turn turn = root->take_turn();
     Pipeline& pipeline = root->pipeline();
     const Bucket* const bucket = pipeline.unit(number_).bucket;
     try {
@@ -494,13 +503,17 @@ void TorchUnit::run_post_accumulate_hooks() {
       continue;
     }
     got_gradient_[i] = 0;
-    const py::object& owner =
-        parameters_.has_flat() ? parameters_.flat_object() : parameters_.trained(i).sharded;
+    const py::object& owner = gradient_owner_object(i);
     if (has_post_accumulate_hooks(owner)) {
       before_change_of_gradients();  // set_is_last_backward(False) does not wait
       call_post_accumulate_hooks(owner);
     }
   }
+}
+
+const py::object& TorchUnit::gradient_owner_object(std::size_t trainable) {
+  return parameters_.has_flat() ? parameters_.flat_object()
+                                : parameters_.trained(trainable).sharded;
 }
 
 void TorchUnit::reclaim_memory() {
@@ -513,14 +526,14 @@ void TorchUnit::reclaim_memory() {
 void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) {
   if (const auto root = root_.lock()) {
     const Range range(*root->lanes().device, pre_backward_range_);
-    root->ensure_backward(node);
+    const TorchRoot::Turn turn = root->ensure_backward(node);
     root->pipeline().pre_backward(number_, call);
   }
 }
 
 void TorchUnit::on_gradient(std::size_t trainable) {
   if (const auto root = root_.lock()) {
-    root->ensure_backward();
+    const TorchRoot::Turn turn = root->ensure_backward();
     if (!parameters_.trained(trainable).has_gradient()) {
       return;  // frozen since forward
     }
@@ -530,6 +543,27 @@ void TorchUnit::on_gradient(std::size_t trainable) {
     }
     root->pipeline().gradient_arrived(number_, trainable);
   }
+}
+
+bool TorchUnit::on_sharded_gradient(std::size_t trainable, const at::Tensor& gradient) {
+  const auto root = this->root();
+  const at::Tensor& owner = parameters_.gradient_owner(trainable);
+  const bool adds = root != nullptr && owner.device() != device() && gradient.defined() &&
+                    !at::GradMode::is_enabled() &&
+                    !has_post_accumulate_hooks(gradient_owner_object(trainable));
+  if (!adds) {
+    before_change_of_gradients();
+    return false;
+  }
+  const TorchRoot::Turn turn = root->take_turn();
+  before_change_of_gradients();
+  at::Tensor& sum = owner.mutable_grad();
+  if (sum.defined()) {
+    sum.add_(gradient);
+  } else {
+    sum = gradient.clone();
+  }
+  return true;
 }
 
 void TorchUnit::adopt_gradients() {
@@ -543,7 +577,7 @@ void TorchUnit::adopt_gradients() {
 void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
     const Range range(*root->lanes().device, post_backward_range_);
-    root->ensure_backward();
+    const TorchRoot::Turn turn = root->ensure_backward();
     root->pipeline().post_backward(number_, call);
   }
 }

@@ -93,6 +93,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void on_pre_backward(CallId call, const torch::autograd::Node* node);
   void on_gradient(std::size_t trainable);
   void on_post_backward(CallId call);
+  // Autograd is about to add `gradient` to that of a sharded parameter. Returns true if this call
+  // has added it: Note [turns] in torch_root.h.
+  bool on_sharded_gradient(std::size_t trainable, const at::Tensor& gradient);
 
   // Counts gradients that user code has put into the unsharded parameters, as zero-bubble schedules
   // of pipelines do after torch.autograd.grad.
@@ -104,7 +107,7 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void return_users_gradients(bool with_values = true);
   // Runs users' hooks on the sharded parameters that got a gradient in this backward.
   void run_post_accumulate_hooks();
-  // Autograd is about to add to the gradient of a sharded parameter.
+  // A gradient of the unit's sharded parameters is about to change.
   void before_change_of_gradients();
   // See UnitParameters::has_gradient_setting_changed.
   bool has_gradient_setting_changed(AcceptsFrozen accepts) const {
@@ -179,6 +182,9 @@ class TorchUnit final : public UnitPort, public std::enable_shared_from_this<Tor
   void free_storages();
   void attach_extensions();
   void place_gradient(std::size_t parameter);
+  void watch_sharded(std::size_t trainable);
+  // Of the sharded parameter, or the flat parameter.
+  const pybind11::object& gradient_owner_object(std::size_t trainable);
   bool shows_gradient(std::size_t i) const;
 
   UnitLayout layout_;

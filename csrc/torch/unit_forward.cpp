@@ -160,6 +160,7 @@ py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle retur
       unit_.parameters().check_frozen(unit_.name(), /*enters=*/false);
     }
     const py::gil_scoped_release no_gil;
+    const TorchRoot::Turn turn = root.take_turn();
     call = root.pipeline().post_forward(unit_.number(), with_gradient && !summoned);
   }
   if (summoned) {
@@ -217,6 +218,7 @@ void UnitForward::end_skip(std::size_t index, const at::Tensor& tensor) {
   CallId call = kNoCall;
   {
     const py::gil_scoped_release no_gil;
+    const TorchRoot::Turn turn = root->take_turn();
     call = root->pipeline().post_forward(unit_.number(), at::GradMode::is_enabled());
   }
   if (at::GradMode::is_enabled()) {
@@ -227,6 +229,7 @@ void UnitForward::end_skip(std::size_t index, const at::Tensor& tensor) {
 
 CallId UnitForward::enter(TorchRoot& root, bool recomputing) {
   const py::gil_scoped_release no_gil;  // it may wait for a gather
+  const TorchRoot::Turn turn = root.take_turn();
   if (recomputing && !root.is_in_inner_backward()) {
     root.pipeline().end_regions();
   }

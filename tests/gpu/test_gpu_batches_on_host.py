@@ -1,8 +1,9 @@
-"""A batch on the host trains as the same batch on the GPU, where the root moves it."""
+"""Batches and outputs on the host train as those on the GPU."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,81 @@ def _compare() -> None:
                 if not all(map(torch.equal, got, expected)):
                     different.append(f"{name}, {system}, a batch on {device}")
     assert different == [], different
+
+
+class _Block(nn.Module):
+    """Returns a second output on the host, whose backward runs on the thread of the caller."""
+
+    def __init__(self, reached: threading.Event, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.reached, self.is_first, self.is_last = reached, is_first, is_last
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gates, hidden = self.gate(x).sigmoid(), self.layer(x)
+        on_host = gates.mean(0).cpu()
+        if self.is_first:
+            on_host.register_hook(lambda _: self.reached.set())
+        if self.is_last:
+            hidden.register_hook(self._wait)
+        return hidden.tanh() * gates, on_host * 2
+
+    # The GPU's thread is in backward of this block when the other one has reached all blocks.
+    def _wait(self, _: Tensor) -> None:
+        assert self.reached.wait(30)
+        self.reached.clear()
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        reached = threading.Event()
+        self.blocks = nn.ModuleList(
+            _Block(reached, is_first=i == 0, is_last=i == 3) for i in range(4)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        on_host = torch.zeros(WIDTH)
+        for block in self.blocks:
+            x, of_block = block(x)
+            on_host = on_host + of_block
+        return on_host.square().mean(), self.head(x)
+
+
+def _train_both_outputs(system: str, *, offloads: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = _Blocks() if offloads and system != "unsharded" else _Blocks().cuda()
+    policy = torch.distributed.fsdp.CPUOffloadPolicy() if offloads else None
+    for module in (*model.blocks, model):
+        SYSTEMS[system](module, **({"offload_policy": policy} if offloads else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    results = []
+    for step in range(2 * STEPS):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        on_host, output = model(x)
+        loss = on_host + output.square().mean().cpu()
+        if offloads:  # of the sharded parameters, where they are
+            squares = [p.square().sum() for p in model.parameters()]
+            loss = loss + sum(getattr(s, "full_tensor", lambda s=s: s)().cpu() for s in squares)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.detach())
+    return results
+
+
+def _compare_outputs(offloads: bool) -> None:
+    expected = _train_both_outputs("unsharded", offloads=offloads)
+    got = _train_both_outputs("fsdp_ext", offloads=offloads)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the GPU", "offloaded"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_outputs_on_the_host_train_as_without_sharding(world_size: int, offloads: bool) -> None:
+    run_ranks(_compare_outputs, world_size, offloads, timeout=100.0, device="cuda")
 
 
 @pytest.mark.timeout(120)

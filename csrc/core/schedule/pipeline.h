@@ -25,7 +25,7 @@
 // begin_forward reshards the unit, and forward gathers it again.
 //
 // Not thread-safe. Forward runs on the caller's thread and backward on the autograd engine's, but
-// never at the same time.
+// never at the same time: Note [turns] in torch/torch_root.h.
 #pragma once
 
 #include <cstddef>
