@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of, refuse_summoned
 from fsdp_ext.fsdp1.state_dict_forms import shared_memory
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
@@ -195,7 +196,7 @@ def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, lis
 
 def flat_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield flat parameters and their states, of which checkpoints have parts, with a name."""
-    names = {param: name for name, param in model.named_parameters()}
+    names = {param: without_fsdp1(name) for name, param in model.named_parameters()}
     for param in _flat_parameters(optimizer):
         name = names.get(param, "_flat_param")  # the second if the model does not have it
         yield name, param

@@ -33,6 +33,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext._util.errors import MisuseError
+from fsdp_ext._util.names import WRAPPED_BY_FSDP1, without_fsdp1
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.comm.transports import device_of
@@ -43,7 +44,6 @@ from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_back
 from fsdp_ext.sharding.params.ownership import is_sharded, keeps_own_rows
 from fsdp_ext.sharding.root.module_state import managed_params
 
-WRAPPED = "_fsdp_wrapped_module"  # FSDP1's name of the child, which other libraries look for
 CHECKPOINTED = "_checkpoint_wrapped_module"
 # None frees the parameters after forward, except the root's, as FSDP1 does.
 RESHARD_AFTER_FORWARD = {
@@ -62,7 +62,7 @@ def without_checkpointing(name: str) -> str:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether ``module`` is a ``FullyShardedDataParallel``, ours or PyTorch's."""
-    return WRAPPED in module._modules
+    return WRAPPED_BY_FSDP1 in module._modules
 
 
 def check_booleans(arguments: Mapping[str, object]) -> None:
@@ -293,7 +293,7 @@ def wrap_children(
 def wrap_under_all_names(root: nn.Module) -> None:
     """Replace modules in ``root`` that have a wrapper, and a second name without it."""
     wrappers = [module for module in root.modules() if is_wrapper(module)]
-    wrapper_of = {inner: m for m in wrappers for inner in (m._modules[WRAPPED], m.module)}
+    wrapper_of = {inner: m for m in wrappers for inner in (m._modules[WRAPPED_BY_FSDP1], m.module)}
     for parent in [module for module in root.modules() if not is_wrapper(module)]:
         if parent in wrapper_of and CHECKPOINTED in parent._modules:
             continue  # its child is what the wrapper wraps
@@ -327,7 +327,7 @@ def refuse_torchs_wrappers(module: nn.Module) -> None:
     for name, inside in module.named_modules():
         if isinstance(inside, TorchFSDP):
             raise MisuseError(
-                f"'{name or type(module).__name__}' is wrapped by PyTorch's "
+                f"'{without_fsdp1(name) or type(module).__name__}' is wrapped by PyTorch's "
                 "FullyShardedDataParallel. Use one of the two systems for a whole model."
             )
 

@@ -44,6 +44,12 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 }
 _shares_memory: ContextVar[bool] = ContextVar("shares_memory", default=False)
 _CHECKPOINTING = "torch.distributed.checkpoint.state_dict"
+# They load a model with DTensors as one of FSDP2, whose modules are named as in its state dicts.
+_TAKE_STATE_DICT_NAMES = (
+    _CHECKPOINTING,
+    "lightning.fabric.strategies.model_parallel",
+    "lightning_fabric.strategies.model_parallel",
+)
 
 
 @dataclass(frozen=True)
@@ -123,13 +129,18 @@ def is_rank_0(ranks: Ranks) -> bool:
 SHARDED = Form(is_full=False, offload_to_cpu=False, rank0_only=False)
 
 
-def calls_of(module: str) -> Iterator[FrameType]:
-    """Yield the functions of a Python module that are being called, the innermost first."""
+def calls_of(*modules: str) -> Iterator[FrameType]:
+    """Yield the functions of Python modules that are being called, the innermost first."""
     frame = sys._getframe().f_back
     while frame is not None:
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") in modules:
             yield frame
         frame = frame.f_back
+
+
+def takes_state_dict_names() -> bool:
+    """Return whether a function is being called that expects modules named as in state dicts."""
+    return any(calls_of(*_TAKE_STATE_DICT_NAMES))
 
 
 def is_called_by_checkpointing() -> bool:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext.fsdp1.setup import CHECKPOINTED, WRAPPED, is_wrapper, without_checkpointing
+from fsdp_ext._util.names import WRAPPED_BY_FSDP1, without_fsdp1
+from fsdp_ext.fsdp1.setup import CHECKPOINTED, is_wrapper, without_checkpointing
 from fsdp_ext.fsdp1.state_dict_forms import Form
 from fsdp_ext.fsdp1.summon import stands_for
 from fsdp_ext.fsdp1.views import mark_flattened
@@ -22,7 +23,7 @@ def remove_wrapper_names(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """After saving, use the unwrapped module's names, the buffers' dtypes, and the chosen form."""
-    inside = f"{prefix}{WRAPPED}."
+    inside = f"{prefix}{WRAPPED_BY_FSDP1}."
     for key in [key for key in state_dict if key.startswith(inside)]:
         state_dict[prefix + key[len(inside) :]] = state_dict.pop(key)
     # A version has two names: with the prefix, as in FSDP1, for models wrapped in the same places,
@@ -54,7 +55,7 @@ def _own_names(wrapper: nn.Module, state_dict: Any, prefix: str) -> list[str]:
     Hooks of the wrappers inside run first, so their entries are converted already.
     """
     inside = tuple(
-        prefix + without_checkpointing(f"{name}.")
+        prefix + without_checkpointing(f"{without_fsdp1(name)}.")
         for name, module in wrapper.named_modules(remove_duplicate=False)
         if is_wrapper(module) and module is not wrapper
     )
@@ -76,7 +77,7 @@ def _take_summoned(
 ) -> None:
     """Replace the whole parameters of ``summon_full_params`` if shards of them are wanted."""
     for own_name, param in module.named_parameters(remove_duplicate=False):
-        name = prefix + without_checkpointing(own_name)
+        name = prefix + without_checkpointing(without_fsdp1(own_name))
         if name not in names:
             continue
         if form.is_full and isinstance(param, DTensor):
@@ -94,7 +95,7 @@ def add_wrapper_names(module: nn.Module, state_dict: dict[str, Any], prefix: str
     if not cast(Any, module)._wraps_wrapper:
         _convert_to_load(module, state_dict, prefix)
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        state_dict[f"{prefix}{WRAPPED_BY_FSDP1}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
 def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -109,7 +110,7 @@ def _convert_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str)
         state_dict[prefix + FLAT] = local.to_local()
     try:
         for own_name, param in module.named_parameters(remove_duplicate=False):
-            name = prefix + without_checkpointing(own_name)
+            name = prefix + without_checkpointing(without_fsdp1(own_name))
             if name not in state_dict:
                 continue
             sharded = stands_for(param)
@@ -151,4 +152,4 @@ def clean_incompatible_keys(module: nn.Module, keys: Any) -> None:
     adopt_changes(unit)  # assign=True has made a new flat parameter, or others
     mark_flattened(unit)
     for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]
+        names[:] = map(without_fsdp1, names)

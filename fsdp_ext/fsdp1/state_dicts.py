@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.fsdp1.flat_optimizer_states import FlatParameters
 from fsdp_ext.fsdp1.optimizer_states import (
     as_rank_0_has_it,
@@ -460,7 +461,7 @@ class StateDictMethods:
                 f"the optimizer has a parameter that is not one of the {type(model).__name__}. "
                 "Make the optimizer of the wrapped model's parameters, and pass that model."
             )
-        return [without_checkpointing(names[param]) for param in params]
+        return [without_checkpointing(without_fsdp1(names[param])) for param in params]
 
     @classmethod
     def _groups_in(

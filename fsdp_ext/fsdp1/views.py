@@ -16,6 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictSettings
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.tensor import DTensor
 
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.fsdp1.groups import HYBRID
 from fsdp_ext.fsdp1.setup import without_checkpointing
 from fsdp_ext.sharding.api.fsdp_module import FSDPModule
@@ -65,7 +66,7 @@ class FlatParamView(_View):
         prefixes = {module: f"{name}." if name else "" for name, module in wrapped.named_modules()}
         attributes = [param.attributes[0] for param in self._unit.params]
         names = (prefixes[module] + name for module, name in attributes)
-        return tuple(map(without_checkpointing, names))
+        return tuple(without_checkpointing(without_fsdp1(name)) for name in names)
 
     _params = property(lambda self: [param.sharded for param in self._unit.params])
     # Of the whole parameters.

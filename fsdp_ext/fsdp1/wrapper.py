@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import _Policy
 
+from fsdp_ext._util.names import WRAPPED_BY_FSDP1, without_fsdp1
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.transports import resolve_transport
 from fsdp_ext.fsdp1.casts import map_floating, run_in_float32
@@ -32,7 +33,6 @@ from fsdp_ext.fsdp1.groups import Groups, resolve_group, strategy_on
 from fsdp_ext.fsdp1.setup import (
     CHECKPOINTED,
     RESHARD_AFTER_FORWARD,
-    WRAPPED,
     are_children_wrapped,
     cast_buffers,
     check_arguments,
@@ -57,6 +57,7 @@ from fsdp_ext.fsdp1.state_dict_forms import (
     DEFAULT,
     is_called_by_checkpointing,
     refuse_optimizers_of_flat_parameters,
+    takes_state_dict_names,
 )
 from fsdp_ext.fsdp1.state_dict_hooks import (
     add_wrapper_names,
@@ -102,8 +103,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     With ``use_orig_params=True``, the module's own parameters are DTensors with ``Shard(0)``.
     Otherwise optimizers see one flat parameter for each wrapper. ``state_dict`` holds full tensors
     on all ranks until ``state_dict_type`` says otherwise, and ``load_state_dict`` takes these and
-    DTensors. All names are those of the unwrapped model, and of a flat parameter
-    ``<wrapped module>._flat_param``.
+    DTensors. Names in state dicts are those of the unwrapped model, and of a flat parameter
+    ``<wrapped module>._flat_param``. Names of ``named_parameters()`` and ``named_modules()`` also
+    have ``_fsdp_wrapped_module`` for each wrapper, as FSDP1's.
 
     Args:
         module: the module to wrap, whose class stays as it is. Make the optimizer afterwards, or
@@ -237,7 +239,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         if not use_orig_params:
             check_flattened(own, ignored_params)
-        self.add_module(WRAPPED, module)
+        self.add_module(WRAPPED_BY_FSDP1, module)
         hooked: Any = self  # torch leaves these three untyped
         hooked.register_state_dict_post_hook(remove_wrapper_names)
         hooked.register_load_state_dict_pre_hook(add_wrapper_names)
@@ -310,12 +312,12 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without the wrapper of activation checkpointing."""
-        module = cast(nn.Module, self._modules[WRAPPED])
+        module = cast(nn.Module, self._modules[WRAPPED_BY_FSDP1])
         return module._modules.get(CHECKPOINTED) or module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, which gathers and frees its own parameters."""
-        module = cast(nn.Module, self._modules[WRAPPED])
+        module = cast(nn.Module, self._modules[WRAPPED_BY_FSDP1])
         if self._runs_in_float32:
             return run_in_float32(module, args, kwargs)
         if self._is_root:
@@ -331,9 +333,9 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:  # not constructed yet
+            if name == WRAPPED_BY_FSDP1:  # not constructed yet
                 raise
-            return getattr(super().__getattr__(WRAPPED), name)
+            return getattr(super().__getattr__(WRAPPED_BY_FSDP1), name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()
@@ -347,20 +349,50 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules with their names; the wrapped module has the wrapper's own name.
+        """Return modules with FSDP1's names, from which those of parameters and buffers come.
 
-        The names of parameters and buffers come from these, also in modules around the wrapper.
+        torch.distributed.checkpoint and Lightning's loading of DTensors get those of the unwrapped
+        model: the wrapped module has the wrapper's own name.
         """
+        # Dynamo traces no call stack.
+        if not torch.compiler.is_compiling() and takes_state_dict_names():
+            return self._modules_with_short_names(memo, prefix, remove_duplicate)
+        named: Iterator[tuple[str, nn.Module]]
+        named = super().named_modules(memo, prefix, remove_duplicate)
+        return named
+
+    def _modules_with_short_names(
+        self, memo: set[nn.Module] | None, prefix: str, remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Module]]:
         memo = set() if memo is None else memo
         if self in memo:
             return
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        for name, child in self._modules.items():
+        for child in self._modules.values():  # one
             if child is not None:
-                inside = prefix if name == WRAPPED else f"{prefix}.{name}" if prefix else name
-                yield from child.named_modules(memo, inside, remove_duplicate)
+                yield from child.named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters with FSDP1's names: without the wrappers' if they are summoned."""
+        is_summoned = self._has_summoned_parameters()
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield without_fsdp1(name) if is_summoned else name, param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield buffers with FSDP1's names: without the wrappers' if parameters are summoned."""
+        is_summoned = self._has_summoned_parameters()
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield without_fsdp1(name) if is_summoned else name, buffer
+
+    def _has_summoned_parameters(self) -> bool:
+        # A copy for plan() has no unit.
+        return any(unit.is_summoned for unit in self._fsdp_ext_units(recurse=False))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module with its name."""
@@ -374,7 +406,7 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         # torch.distributed.checkpoint drops the values of this dict from its names.
         if not self._use_orig_params:
             refuse_optimizers_of_flat_parameters()
-        return {"": WRAPPED}
+        return {"": WRAPPED_BY_FSDP1}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of shards that are hidden until backward.

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_ext._util.losses import output_of
+from fsdp_ext._util.names import without_fsdp1
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -94,7 +95,10 @@ class _FlopsOfUnits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.backward = [0] * len(units)
         self._counts = self.forward
         self._counter = counter
-        modules = dict(model.named_modules(remove_duplicate=False))
+        modules = {
+            without_fsdp1(name): module
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
         numbers = {name: number for number, names in enumerate(units) for name in names}
         self._modules = [(modules[name], number) for name, number in numbers.items() if name]
         self._last_unit = numbers[""]

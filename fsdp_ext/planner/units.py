@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.comm.link import Link
 from fsdp_ext.optim.attached import frees_gradients
 from fsdp_ext.planner.meta_copies import meta_copy
@@ -175,7 +176,7 @@ class PlannedRoot(UnitTree):
         super().__init__(module)
         self._link = link
         self.units[0].settings = replace(self.units[0].settings, **overrides)
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names = {param: without_fsdp1(name) for name, param in module.named_parameters()}
         for unit, modules in zip(self.units, self.module_names(), strict=True):
             unit.name = modules[0] or "the root"
             for param in unit.params:
@@ -301,9 +302,9 @@ def _refuse_extensions(model: nn.Module) -> None:
         part = part_of_this_rank(param)
         if keeps_own_rows(name, part):
             raise NotImplementedError(
-                f"parameter '{name}' is a {type(part).__name__}. Its fsdp_pre_all_gather decides "
-                "only when it runs what is gathered, so plan cannot know. Plan the model with "
-                "plain parameters."
+                f"parameter '{without_fsdp1(name)}' is a {type(part).__name__}. Its "
+                "fsdp_pre_all_gather decides only when it runs what is gathered, so plan cannot "
+                "know. Plan the model with plain parameters."
             )
 
 

@@ -193,6 +193,7 @@ def _step_while_copies_wait(place: Path, kind: str) -> None:
         assert torch.equal(whole(value), expected)
 
     name, param = next(iter(model.named_parameters()))
+    name = name.replace("_fsdp_wrapped_module.", "")
     written_to = {name: param}
     if kind == "flat":
         assert name == "0._flat_param"

@@ -110,7 +110,7 @@ def _parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name.replace("_fsdp_wrapped_module.", ""), param.detach().clone()
         return
     for name, param in model.named_parameters():
-        yield name, whole(param)
+        yield name.replace("_fsdp_wrapped_module.", ""), whole(param)
 
 
 def compare(make: Any, options: dict[str, Any], settings: dict[str, Any], folder: str) -> None:

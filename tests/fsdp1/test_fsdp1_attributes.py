@@ -143,7 +143,10 @@ def _marked() -> None:
 
 
 def sharded(model: Any) -> dict[str, Tensor]:
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): param.detach()
+        for name, param in model.named_parameters()
+    }
 
 
 def test_parameters_are_marked_for_trainers() -> None:
@@ -211,7 +214,7 @@ def test_fully_shard_gives_new_parameters_no_attributes_as_fsdp2() -> None:
 def _upcast() -> None:
     """What accelerate does to models in a lower precision."""
     model = FSDP(make(Stack).to(BF16), auto_wrap_policy=BY_BLOCK)
-    before = {name: whole(param) for name, param in model.named_parameters()}
+    before = {name: whole(param) for name, param in sharded(model).items()}
     params = dict(model.named_parameters())
     model.stem.weight._no_weight_decay = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -380,7 +383,7 @@ def _converted_by_handles() -> None:
         for param in wrapped.parameters():
             assert param.dtype == param.grad.dtype == torch.float64
         with FSDP.summon_full_params(wrapped):
-            assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+            assert_equal(dict(wrapped.named_parameters()), dict(plain.named_parameters()))
         with pytest.raises(ValueError, match=r"_local_shard of unit .* in other memory"):
             FlatParamView(units[0])._local_shard = torch.ones(3)
 

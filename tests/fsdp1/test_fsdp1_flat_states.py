@@ -70,7 +70,7 @@ def local_state_dicts() -> None:
     with TorchFSDP.state_dict_type(theirs, StateDictType.LOCAL_STATE_DICT):
         assert list(local) == list(theirs.state_dict())
     for name, param in wrapped.named_parameters():
-        assert torch.equal(local[name].to_local(), param)
+        assert torch.equal(local[name.replace("_fsdp_wrapped_module.", "")].to_local(), param)
     other = wrapped_anew()
     with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
         other.load_state_dict(local)
@@ -107,7 +107,11 @@ def assigned_local_state_dict() -> None:
 
 
 def own_values(wrapped: FSDP) -> dict[str, torch.Tensor]:
-    inside = tuple(f"{name}." for name, m in wrapped.named_modules() if name and type(m) is FSDP)
+    inside = tuple(
+        f"{name}.".replace("_fsdp_wrapped_module.", "")
+        for name, module in wrapped.named_modules()
+        if module is not wrapped and type(module) is FSDP
+    )
     return {n: v for n, v in wrapped.state_dict().items() if not n.startswith(inside)}
 
 

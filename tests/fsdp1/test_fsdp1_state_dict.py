@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.fsdp1_parity import (
     BY_BLOCK,
+    CPU,
     FSDP,
     assert_equal,
     batch,
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -47,15 +49,92 @@ class WithBuffers(Stack):
         self.blocks[2] = nn.Sequential(Mlp(), nn.BatchNorm1d(DIM))
 
 
-def names_are_clean() -> None:
+def wrapped_in_places(wrap: Callable[..., nn.Module]) -> Iterator[nn.Module]:
+    """Yield models with wrappers at the root or not, beside and around each other."""
+    yield wrap(make(WithBuffers), auto_wrap_policy=BY_BLOCK)
+    yield nn.Sequential(nn.Linear(DIM, DIM), wrap(make(WithBuffers), auto_wrap_policy=BY_BLOCK))
+    nested = make(WithBuffers)
+    nested.blocks[1] = wrap(nn.Sequential(wrap(Mlp()), nn.Sequential(wrap(Mlp()))))
+    nested.blocks[2] = nested.blocks[1]
+    yield wrap(nested)
+    yield wrap(wrap(make(Stack)))
+
+
+def all_names(model: nn.Module) -> list[list[str]]:
+    return [
+        [name for name, _ in walk(remove_duplicate=once)]
+        for walk in (model.named_parameters, model.named_buffers, model.named_modules)
+        for once in (True, False)
+    ]
+
+
+def names_are_those_of_fsdp1(use_orig_params: bool) -> None:
+    ours = wrapped_in_places(partial(FSDP, use_orig_params=use_orig_params))
+    theirs = wrapped_in_places(partial(TorchFSDP, use_orig_params=use_orig_params, device_id=CPU))
+    for mine, like in zip(ours, theirs, strict=True):
+        names = all_names(like)
+        assert all_names(mine) == names
+        assert any("_fsdp_wrapped_module" in name for name in names[0])
+        for (name, module), (_, other) in zip(
+            mine.named_modules(), like.named_modules(), strict=True
+        ):
+            assert isinstance(module, FSDP_CLASS) == isinstance(other, TorchFSDP), name
+            assert mine.get_submodule(name) is module
+            assert all_names(module) == all_names(other)
+        # Without recursion, FSDP1 takes a wrapper of a wrapper as summoned, without parameters.
+        is_wrapped_again = isinstance(getattr(like, "module", None), TorchFSDP)
+        for recurse in (True,) if is_wrapped_again else (True, False):
+            with (
+                FSDP.summon_full_params(mine, recurse=recurse),
+                TorchFSDP.summon_full_params(like, recurse=recurse),
+            ):
+                for module, other in zip(mine.modules(), like.modules(), strict=True):
+                    assert all_names(module) == all_names(other)
+        assert all_names(mine) == names
+        assert list(mine.state_dict()) == list(like.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_names_are_those_of_fsdp1(use_orig_params: bool) -> None:
+    run_ranks(names_are_those_of_fsdp1, 2, use_orig_params)
+
+
+def names_in_compiled_functions() -> None:
+    wrapped = FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK)
+
+    def count(x: Tensor) -> Tensor:
+        named = (wrapped.named_parameters(), wrapped.named_buffers(), wrapped.named_modules())
+        return x * len([name for each in named for name, _ in each])
+
+    compiled = torch.compile(count, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(())) == count(torch.ones(()))
+
+
+def test_names_are_listed_in_compiled_functions() -> None:
+    run_ranks(names_in_compiled_functions, 1)
+
+
+def names_of_children() -> None:
+    def joined(module: nn.Module) -> list[str]:
+        """Return names of parameters, as transformers joins them to choose what decays."""
+        own = list(module._parameters)
+        return own + [f"{name}.{n}" for name, m in module.named_children() for n in joined(m)]
+
+    for use_orig_params in (True, False):
+        for model in wrapped_in_places(partial(FSDP, use_orig_params=use_orig_params)):
+            assert {name for name, _ in model.named_parameters()} <= set(joined(model))
+
+
+def test_names_that_are_joined_from_those_of_children_are_those_of_parameters() -> None:
+    run_ranks(names_of_children, 2)
+
+
+def names_in_state_dicts() -> None:
     plain = make(WithBuffers)
     wrapped = FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK)
     around = nn.Sequential(nn.Linear(DIM, DIM), FSDP(make(WithBuffers), auto_wrap_policy=BY_BLOCK))
     plain_around = nn.Sequential(nn.Linear(DIM, DIM), plain)
     for ours, theirs in ((wrapped, plain), (around, plain_around)):
-        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-        assert [n for n, _ in ours.named_buffers()] == [n for n, _ in theirs.named_buffers()]
-        assert {n for n, _ in ours.named_modules()} == {n for n, _ in theirs.named_modules()}
         got, want = ours.state_dict(), theirs.state_dict()
         assert list(got) == list(want)
         assert list(get_model_state_dict(ours)) == list(want)
@@ -63,38 +142,20 @@ def names_are_clean() -> None:
             {n: whole(got[n]) for n in plain.state_dict() if n in got},
             {n: want[n] for n in plain.state_dict() if n in want},
         )
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        groups = get_optimizer_state_dict(ours, optimizer)["param_groups"]
+        trained = {name for name, _ in theirs.named_parameters()}
+        assert {name for group in groups for name in group["params"]} == trained
+        options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
+        set_model_state_dict(ours, want if dist.get_rank() == 0 else {}, options=options)
     assert list(wrapped.state_dict(prefix="a.")) == [f"a.{n}" for n in plain.state_dict()]
     assert all(isinstance(p, DTensor) for p in wrapped.parameters())
     assert wrapped.get_parameter("blocks.1.up.weight") is wrapped.blocks[1].up.weight
     assert wrapped.get_submodule("blocks.1.up") is wrapped.blocks[1].module.up
 
 
-def test_names_are_those_of_the_unwrapped_model() -> None:
-    run_ranks(names_are_clean, 2)
-
-
-def names_of_modules_and_children() -> None:
-    def joined(module: nn.Module) -> list[str]:
-        own = list(module._parameters)
-        return own + [f"{name}.{n}" for name, m in module.named_children() for n in joined(m)]
-
-    ours = FSDP(make(Stack), auto_wrap_policy=BY_BLOCK)
-    theirs = torch_fsdp(make(Stack), auto_wrap_policy=BY_BLOCK)
-    wrappers = [name for name, module in ours.named_modules() if isinstance(module, FSDP_CLASS)]
-    assert wrappers == ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert not any(isinstance(m, FSDP_CLASS) for m in dict(ours.named_modules()).values())
-    params = dict(ours.named_parameters())
-    for name, module in ours.named_modules():
-        for own, param in module.named_parameters():
-            assert params[f"{name}.{own}" if name else own] is param
-
-    assert joined(ours) == joined(theirs)
-    assert set(joined(theirs)) == {name for name, _ in theirs.named_parameters()}
-    assert not set(joined(ours)) & set(params)
-
-
-def test_names_of_modules_begin_those_of_parameters_and_names_of_children_do_not() -> None:
-    run_ranks(names_of_modules_and_children, 2)
+def test_names_in_state_dicts_are_those_of_the_unwrapped_model() -> None:
+    run_ranks(names_in_state_dicts, 2)
 
 
 def loading() -> None:

@@ -69,7 +69,7 @@ def _shown() -> None:
         sharded = dict(ours.named_parameters())
         with FSDP.summon_full_params(ours):
             params = dict(ours.named_parameters())
-            assert list(params) == list(sharded)
+            assert list(params) == [name.replace("_fsdp_wrapped_module.", "") for name in sharded]
             assert all(type(param) is nn.Parameter for param in params.values())
             assert all(param.grad is None for param in params.values())
         assert dict(ours.named_parameters()) == sharded
@@ -78,7 +78,7 @@ def _shown() -> None:
         assert_equal(values_inside(FSDP, ours, with_grads=True), want)
         assert_equal(
             values_inside(FSDP, nn.Sequential(ours), with_grads=True),
-            {f"0.{name}": value for name, value in want.items()},
+            values_inside(TorchFSDP, nn.Sequential(theirs), with_grads=True),
         )
 
 

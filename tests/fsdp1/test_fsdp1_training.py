@@ -397,7 +397,8 @@ def shared_module() -> None:
     model = shared()
     wrapped = FSDP(model, auto_wrap_policy=BY_BLOCK)
     for duplicates in (False, True):
-        names = [n for n, _ in wrapped.named_parameters(remove_duplicate=not duplicates)]
+        named = wrapped.named_parameters(remove_duplicate=not duplicates)
+        names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in named]
         plain = shared().named_parameters(remove_duplicate=not duplicates)
         assert names == [n for n, _ in plain]
     assert len(FSDP.fsdp_modules(wrapped)) == 3

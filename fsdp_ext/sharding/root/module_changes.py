@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp_ext import _C
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext._util.tracing import untraced
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.params.ownership import is_sharded
@@ -61,7 +62,7 @@ def check_parameters(root: nn.Module, units: Sequence[Unit]) -> bool:
     for prefix, module in root.named_modules():
         for own_name, param in module._parameters.items():
             attribute = (module, own_name)
-            name = f"{prefix}.{own_name}" if prefix else own_name
+            name = without_fsdp1(f"{prefix}.{own_name}" if prefix else own_name)
             if param is None or attribute in ignored or is_flat(param):
                 continue
             owner, unit = owners.get(param), units_of.get(attribute)
@@ -93,5 +94,5 @@ def _name_of(root: nn.Module, param: nn.Parameter, besides: tuple[nn.Module, str
     for prefix, module in root.named_modules():
         for attribute, other in module._parameters.items():
             if other is param and (module, attribute) != besides:
-                return f"{prefix}.{attribute}" if prefix else attribute
+                return without_fsdp1(f"{prefix}.{attribute}" if prefix else attribute)
     return "another"

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_ext import _C
 from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext._util.tracing import hidden_from_dynamo, outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
@@ -227,7 +228,7 @@ class Root(UnitTree):
     def _build_units(self, impl: _C.TorchRoot) -> list[_C.TorchUnit]:
         self._check_modules(impl)
         watch_optimizers_in_backward()
-        names = {param: name for name, param in self.module.named_parameters()}
+        names = {param: without_fsdp1(name) for name, param in self.module.named_parameters()}
         return [
             unit.build(self._name_of(unit, modules[0]), names)
             for unit, modules in zip(self.units, self.module_names(), strict=True)

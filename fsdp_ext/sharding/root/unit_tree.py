@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_ext import _C
+from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.comm.costs import default_bucket_bytes, default_reduction_bytes
 from fsdp_ext.comm.link import Link
 from fsdp_ext.sharding.params.param_group import ParamGroup
@@ -60,7 +61,7 @@ class UnitTree:
         names: dict[ParamGroup, list[str]] = {unit: [] for unit in self.units}
         for name, module in self.module.named_modules():
             for unit in groups_of(module):
-                names[unit].append(name)
+                names[unit].append(without_fsdp1(name))
         return [names[unit] or [unit.name] for unit in self.units]
 
     def parents(self) -> list[int]:
