@@ -25,17 +25,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from fsdp_ext import _C
 
-# Keys below this are read by any attempt: Note [keys of an attempt].
+# Keys below this are of any attempt: Note [keys of an attempt].
 _SHARED = "fsdp_ext"
 _MARK_BYTES = 16
 
 # Seconds between two looks at the store. The intervals grow while nothing arrives.
 SHORTEST_PAUSE = 0.001
 LONGEST_PAUSE = 0.05
-# Seconds between two looks at whether processes still exist: a constant, and an addition for each
-# rank, since a look asks the store for each rank that has not come.
+# Seconds before the first look at whether processes still exist: a constant, and an addition for
+# each rank, since a look asks the store for each rank that has not come. Later intervals are up to
+# ten times as long.
 _PROCESS_CHECK_INTERVAL = 0.2
 _PROCESS_CHECK_PER_RANK = 0.02
+_LONGEST_PROCESS_CHECK = 10
 # The process that announced itself, by group.
 _announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -154,15 +156,24 @@ def meet(
         looked: is called after each answer of the store.
     """
     meeting = _meeting_of(group, store)
-    with meeting.lock:  # another thread may save a checkpoint
+    seconds = timeout.total_seconds()
+    # Another thread may save a checkpoint, and wait for the same ranks or for the store.
+    if not meeting.lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+        raise_late(meeting.missing_at_last_look())
+    try:
         if not meeting.is_over:
-            meeting.wait(timeout.total_seconds(), raise_late, raise_ended, looked)
+            meeting.wait(seconds, raise_late, raise_ended, looked)
+    finally:
+        meeting.lock.release()
     assert meeting.store is not None
     return meeting.store
 
 
 def processes_seen(group: dist.ProcessGroup, store: Store) -> dict[int, bytes]:
-    """Return the processes of ranks that this rank has waited for, by index; it may be added to."""
+    """Return the processes of ranks that this rank has waited for, by index.
+
+    The caller may add to it.
+    """
     return _meeting_of(group, store).processes
 
 
@@ -206,18 +217,23 @@ class _Meeting:
             self._come(self._mark)
         elif self.store is None:
             self._shared.set(f"mark/{self._index}", self._mark)
-        interval = _PROCESS_CHECK_INTERVAL + _PROCESS_CHECK_PER_RANK * self._size
-        next_look = interval
+        look_at = next_look(0, self._size)
         for waited in waiting():
             if self._have_all_come():
                 return
             looked()
-            if waited >= next_look and not _launcher_keeps_store():
-                next_look = waited + interval
+            if waited >= look_at and not _launcher_keeps_store():
+                look_at = next_look(waited, self._size)
                 self._look_at_processes(raise_ended)
             if waited >= timeout:
-                # If none is missing any more, one that has come has not gone on.
-                raise_late(self._missing() or [0 if self._index else 1])
+                self._missing()
+                raise_late(self.missing_at_last_look())
+
+    def missing_at_last_look(self) -> list[int]:
+        """Return the indices of ranks that had not come when this rank last asked the store."""
+        missing = [index for index in self._awaited if index != self._index]
+        # If none is missing any more, one that has come has not gone on.
+        return missing or [0 if self._index else 1]
 
     def _have_all_come(self) -> bool:
         answer = f"word/{self._mark}"
@@ -233,10 +249,12 @@ class _Meeting:
         return self.is_over
 
     def _come(self, word: str) -> None:
-        self.store = PrefixStore(f"{_SHARED}/{word}", self._group_store)
-        _write_process(self.store, self._index)
-        if self.store.add("count", 1) == self._size:
-            self.store.set("all", "")
+        store = PrefixStore(f"{_SHARED}/{word}", self._group_store)
+        _write_process(store, self._index)
+        count = store.add("count", 1)
+        self.store = store  # after an error a later call counts this rank
+        if count == self._size:
+            store.set("all", "")
 
     def _answer(self) -> None:
         """Tell the word to ranks that have a new mark. Only rank 0 deletes marks."""
@@ -250,12 +268,8 @@ class _Meeting:
 
     def _missing(self) -> list[int]:
         """Return the indices of the ranks that have not come, as far as this rank knows."""
-        if self.store is None:  # a mark may be old
-            return [
-                index
-                for index in range(self._size)
-                if index != self._index and not self._shared.check([f"mark/{index}"])
-            ]
+        if self.store is None:  # only rank 0 can tell the word
+            return [0]
         store = self.store
         self._awaited = [i for i in self._awaited if not store.check([_process_key(i)])]
         return self._awaited
@@ -274,9 +288,16 @@ class _Meeting:
 def _launcher_keeps_store() -> bool:
     """Return whether processes in the store may be those of an earlier attempt.
 
-    torchrun ends the other ranks when one has ended, so none of them has to notice it.
+    When a rank has ended with an error, torchrun ends the others, so none of them has to notice it.
+    A rank that ends early with exit code 0 is named after the timeout.
     """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def next_look(waited: float, ranks: int) -> float:
+    """Return after which wait to look at processes next, in seconds, for a group of ``ranks``."""
+    first = _PROCESS_CHECK_INTERVAL + _PROCESS_CHECK_PER_RANK * ranks
+    return waited + min(max(waited, first), _LONGEST_PROCESS_CHECK * first)
 
 
 def waiting() -> Iterator[float]:

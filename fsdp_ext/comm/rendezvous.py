@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import hashlib
 import os
@@ -26,6 +25,7 @@ from fsdp_ext.comm.meeting import (
     backend_name,
     is_fork,
     meet,
+    next_look,
     processes_seen,
     read_process,
     store_of,
@@ -38,8 +38,6 @@ _VERSION_BYTES = 32
 
 _Answer = TypeVar("_Answer")
 
-# Seconds between two looks at whether a rank's process still exists.
-_PROCESS_CHECK_INTERVAL = 0.2
 # Seconds between two looks at whether the store still answers.
 _STORE_CHECK_INTERVAL = 0.5
 # Seconds within which a process that has closed its sockets leaves /proc.
@@ -96,12 +94,10 @@ class Rendezvous:
         self._processes = processes_seen(group, store)
         self._answered = time.monotonic()  # when the store did so last
         self._store = self._apart(lambda: self._meet(group))
-        self._own_key = f"offer/{self.rank}"
-        self._set(self._own_key, os.urandom(_RANDOM_BYTES) + _version() + offer)
-        found = self._get_all("offer")
+        found = self._exchange("offer", os.urandom(_RANDOM_BYTES) + _version() + offer)
         self._check_versions(found)
         self.offers = [value[_RANDOM_BYTES + _VERSION_BYTES :] for value in found]
-        self._attempt = hashlib.sha256(b"".join(found)).hexdigest()
+        self._name = hashlib.sha256(b"".join(found)).hexdigest()
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
         """Return the values of all ranks, in order of rank.
@@ -114,13 +110,15 @@ class Rendezvous:
             RuntimeError: if a rank has ended or does not come within the timeout; the message names
                 it.
         """
-        prefix = f"{self._attempt}/{what}"
-        self._set(f"{prefix}/{self.rank}", value)
-        values = self._get_all(prefix)
-        self._store.delete_key(self._own_key)  # all ranks have read this rank's offer
-        # A rank that is early for the next rendezvous must not find the offers of this one.
-        self._set(f"{prefix}/left/{self.rank}", b"left")
-        self._get_all(f"{prefix}/left")
+        prefix = f"{self._name}/{what}"
+        values = self._exchange(prefix, value)
+        # All ranks have read all offers. One that is early for the next rendezvous must not find
+        # those of this one.
+        self._store.delete_key(f"offer/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key("offer/count")
+            self._store.delete_key("offer/all")
+        self._exchange(f"{prefix}/left", b"left")
         self._delete_keys(prefix)
         return values
 
@@ -142,7 +140,7 @@ class Rendezvous:
 
     def private_store(self) -> Store:
         """Return a part of the group's store that only the ranks of this rendezvous use."""
-        return PrefixStore(self._attempt, self._store)
+        return PrefixStore(self._name, self._store)
 
     def _check_versions(self, offers: list[bytes]) -> None:
         mine = VERSION[:_VERSION_BYTES]
@@ -158,26 +156,31 @@ class Rendezvous:
 
     # - The store
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _exchange(self, prefix: str, value: bytes) -> list[bytes]:
+        """Write this rank's value, and return those of all ranks, in order of rank.
+
+        A counter shows when all have written, so no rank looks at every key.
+        """
+        keys = [f"{prefix}/{index}" for index in range(len(self.ranks))]
         try:
-            self._store.set(key, value.hex())
+            # A rendezvous that failed may have left this rank's offer, and counted it.
+            is_counted = self._store.check([keys[self.rank]])
+            self._store.set(keys[self.rank], value.hex())
+            if not is_counted and self._store.add(f"{prefix}/count", 1) == len(keys):
+                self._store.set(f"{prefix}/all", "")
         except RuntimeError as error:
             self._raise_lost_store(error)
+        texts = self._apart(lambda: self._wait_for_all(prefix, keys))
+        return [self._parse(text, index, keys) for index, text in enumerate(texts)]
 
     def _delete_keys(self, prefix: str) -> None:
         """Delete the keys of an exchange if all others have left, so that nobody waits for them."""
         with contextlib.suppress(RuntimeError):  # after an error they only stay
             if self._store.add(f"{prefix}/done", 1) == len(self.ranks):
-                for index in range(len(self.ranks)):
-                    self._store.delete_key(f"{prefix}/{index}")
-                    self._store.delete_key(f"{prefix}/left/{index}")
+                for name in [*range(len(self.ranks)), "count", "all"]:
+                    self._store.delete_key(f"{prefix}/{name}")
+                    self._store.delete_key(f"{prefix}/left/{name}")
                 self._store.delete_key(f"{prefix}/done")
-
-    def _get_all(self, prefix: str) -> list[bytes]:
-        """Return the values of all ranks, in order of rank."""
-        keys = [f"{prefix}/{index}" for index in range(len(self.ranks))]
-        texts = self._apart(lambda: self._wait_for_all(keys))
-        return [self._parse(text, index, keys) for index, text in enumerate(texts)]
 
     def _apart(self, ask: Callable[[], _Answer]) -> _Answer:
         """Return what `ask` returns, which calls the store, on another thread.
@@ -214,18 +217,25 @@ class Rendezvous:
     def _note_answer(self) -> None:
         self._answered = time.monotonic()
 
-    def _wait_for_all(self, keys: list[str]) -> list[bytes]:
+    def _wait_for_all(self, prefix: str, keys: list[str]) -> list[bytes]:
         """Return the values of the keys, one of each rank, when all are there.
 
-        If not, wait for the first one that is missing. With a thousand ranks, asking for all keys
-        at each look would keep the store busy.
+        Store.wait would not notice that a rank ends.
         """
-        while not self._store.check(keys):
-            first = bisect.bisect_left(
-                range(len(keys)), True, key=lambda index: not self._store.check(keys[: index + 1])
-            )
-            if first < len(keys):
-                self._wait(keys[first], first)
+        look_at = next_look(0, len(keys))
+        missing = list(range(len(keys)))
+        for waited in waiting():
+            if self._store.check([f"{prefix}/all"]):
+                break
+            self._note_answer()
+            is_late = waited >= self._timeout.total_seconds()
+            if is_late or waited >= look_at:
+                look_at = next_look(waited, len(keys))
+                missing = [index for index in missing if not self._store.check([keys[index]])]
+                self._look_at_processes(missing, keys)
+            if is_late:
+                # If none is missing any more, one that has come has not gone on.
+                self._raise_late(missing[0] if missing else 0 if self.rank else 1)
         texts: list[bytes] = self._store.multi_get(keys)
         return texts
 
@@ -240,24 +250,16 @@ class Rendezvous:
                 "store of its own for each job."
             ) from error
 
-    def _wait(self, key: str, index: int) -> None:
-        """Wait for a key of the rank at `index`. Store.wait would not notice that the rank ends."""
-        looked = 0.0
-        for waited in waiting():
-            if self._store.check([key]):
-                return
-            self._note_answer()
-            if waited - looked >= _PROCESS_CHECK_INTERVAL:
-                looked = waited
-                if index not in self._processes:
-                    identity = read_process(self._store, index)
-                    if identity is not None:
-                        self._processes[index] = identity
-                process = self._ended_process(index)
-                if process is not None and not self._store.check([key]):
-                    self._raise_ended(index, process)
-            if waited >= self._timeout.total_seconds():
-                self._raise_late(index)
+    def _look_at_processes(self, missing: Sequence[int], keys: Sequence[str]) -> None:
+        """Raise an error if a rank has ended that has not written its key."""
+        for index in missing:
+            if index not in self._processes:
+                identity = read_process(self._store, index)
+                if identity is not None:
+                    self._processes[index] = identity
+            process = self._ended_process(index)
+            if process is not None and not self._store.check([keys[index]]):
+                self._raise_ended(index, process)
 
     def _raise_late(self, index: int) -> NoReturn:
         raise RuntimeError(

@@ -176,7 +176,7 @@ def connect_through_memory(
         except (RuntimeError, MemoryError) as error:
             reason = f"rank {rank}: {error}"
     address = endpoint.address() if endpoint is not None else b""
-    # Fixed lengths, since an earlier attempt may have left other bytes in the store.
+    # Fixed lengths, since an offer has no separators.
     head = (asked or "").encode().ljust(_NAME_LENGTH)
     host = machine().encode()[:_MACHINE_LENGTH].ljust(_MACHINE_LENGTH)
     rendezvous = Rendezvous(group, head + host + address, timeout)

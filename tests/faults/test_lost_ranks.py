@@ -350,6 +350,50 @@ def test_a_rendezvous_leaves_no_keys_in_the_store() -> None:
         assert later == [first, first]
 
 
+def _asks_while_ranks_come(ranks: int) -> int:
+    """Rank 0 is early, and one more rank comes between its looks. Returns the keys it asks."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        meeting = Rendezvous(group, b"", LONG)
+        meeting.ranks = list(range(ranks))
+        coming: Any = _Coming(meeting._store, ranks)
+        meeting._store = coming
+        with mock.patch.object(rendezvous, "next_look", return_value=LONG.total_seconds()):
+            meeting._exchange("values", b"a value")
+        return int(coming.asked)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Coming:
+    """A store to which one more rank writes whenever this one has looked."""
+
+    def __init__(self, store: Any, ranks: int) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._next = 1
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += len(keys)
+        found: bool = self._store.check(keys)
+        if self._next < self._ranks:
+            self._store.set(f"values/{self._next}", b"a value".hex())
+            self._next += 1
+            if self._store.add("values/count", 1) == self._ranks:
+                self._store.set("values/all", "")
+        return found
+
+
+def test_a_look_asks_for_one_key_while_ranks_come_one_by_one() -> None:
+    assert _asks_while_ranks_come(20) == 20
+
+
 class _Counting:
     """A store that counts its calls."""
 
@@ -363,25 +407,26 @@ class _Counting:
 
 
 def _requests_of_a_late_exchange(ranks: int) -> int:
-    """Rank 0 of many ranks reads their values once they are there. This process writes them all."""
+    """Rank 0 of many ranks is the last to write its value. This process writes the others, too."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         group = dist.group.WORLD
         assert group is not None
         meeting = Rendezvous(group, b"", LONG)
         meeting.ranks = list(range(ranks))
-        for index in range(ranks):
-            meeting._set(f"values/{index}", b"a value")
+        for index in range(1, ranks):
+            meeting._store.set(f"values/{index}", b"a value".hex())
+            meeting._store.add("values/count", 1)
         counting: Any = _Counting(meeting._store)
         meeting._store = counting
-        assert meeting._get_all("values") == [b"a value"] * ranks
+        assert meeting._exchange("values", b"a value") == [b"a value"] * ranks
         return int(counting.calls)
     finally:
         dist.destroy_process_group()
 
 
 def test_values_of_all_ranks_are_read_by_as_many_requests_whatever_the_number_of_ranks() -> None:
-    assert [_requests_of_a_late_exchange(ranks) for ranks in (2, 500)] == [2, 2]
+    assert [_requests_of_a_late_exchange(ranks) for ranks in (2, 500)] == [6, 6]
 
 
 def _other_version() -> str:
@@ -410,6 +455,7 @@ def test_something_else_in_the_store_is_an_error(entry: str) -> None:
         assert group is not None
         in_store = dist.distributed_c10d._get_process_group_store(group)
         in_store.set("offer/1", entry)
+        in_store.add("offer/count", 1)
         with (
             mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
             mock.patch.object(rendezvous, "meet", return_value=in_store),

@@ -36,17 +36,22 @@ def run_attempts(what: str) -> list[str]:
         ]
         for process in ranks:
             process.start()
-        if attempt == 0:
-            store.wait([f"{_BEGUN}/{rank}" for rank in (0, 1)])
-            time.sleep(_LATE_S)
+        try:
+            if attempt == 0:
+                store.wait([f"{_BEGUN}/{rank}" for rank in (0, 1)])
+                time.sleep(_LATE_S)
+            else:
+                for process in ranks:
+                    process.join(_WAIT_S)
+        finally:
+            exit_codes = [process.exitcode for process in ranks]
             for process in ranks:
                 process.kill()
-        for process in ranks:
-            process.join(_WAIT_S)
+                process.join(_WAIT_S)
         for key in store.list_keys():  # gloo may connect to addresses of the first attempt
             if "fsdp_ext" not in key and not key.startswith(_RESULT):
                 store.delete_key(key)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert exit_codes == [0, 0]
     return [store.get(f"{_RESULT}/{rank}").decode() for rank in (0, 1)]
 
 
