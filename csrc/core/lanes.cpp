@@ -143,11 +143,11 @@ Lane& lane_named(Lanes& lanes, const std::string& name) {
   return name == "gather" ? lanes.gather : lanes.reduce;
 }
 
-void refuse_after_capture(bool has_been_captured) {
-  FSDP_CHECK(!has_been_captured,
-             "A CUDA graph has captured a step of this model, and its replays use the buffers that "
-             "this change would free. Before the capture, change settings and parameters, drop "
-             "gradients that are no longer in .grad, and run a whole step.");
+void refuse_after_capture() {
+  throw Error(
+      "A CUDA graph has captured a step of this model, and its replays use the buffers that this "
+      "change would free. Before the capture, change settings and parameters, drop gradients that "
+      "are no longer in .grad, and run a whole step.");
 }
 
 }  // namespace fsdp

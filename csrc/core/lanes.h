@@ -50,6 +50,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <deque>
@@ -173,7 +174,7 @@ class Lane {
   RegisteredMemory* const registered_;  // of the communicator; may be null
   std::chrono::milliseconds timeout_;
   CollectiveHistory history_;
-  bool has_been_captured_ = false;
+  std::atomic<bool> has_been_captured_{false};
   std::shared_ptr<FlightTape> flights_;
   std::unique_ptr<Stream> stream_;  // destroyed before the members above, which its work uses
   std::unique_ptr<Stream> before_;
@@ -237,8 +238,8 @@ void abort_after_failure(Lanes& lanes, Lanes* replicas);
 
 Lane& lane_named(Lanes& lanes, const std::string& name);
 
-// Call it before buffers of a model are freed or replaced. Throws if a CUDA graph has captured a
-// step of this model, whose replays use them.
-void refuse_after_capture(bool has_been_captured);
+// Throws, because a CUDA graph has captured a step of this model, and its replays use buffers that
+// would be freed or replaced.
+[[noreturn]] void refuse_after_capture();
 
 }  // namespace fsdp

@@ -3,8 +3,12 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -12,6 +16,7 @@
 #include "base/check.h"
 #include "core/record/flight_recorder.h"
 #include "device/forks.h"
+#include "torch/backend_messages.h"
 #include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 #include "torch/with_python.h"
@@ -22,15 +27,33 @@ namespace {
 // Ranks that wait for each other notice it after two or three of these intervals.
 constexpr std::chrono::milliseconds kDeadlockInterval{500};
 
-// Waits until all ranks have made this call. Between its calls of the store, other threads may use
-// it.
-void meet_at(c10d::Store& store, const std::string& key, int ranks,
+// Waits until all ranks have made this call. A call of the store does not return while the network
+// to it is down, so a thread of its own polls, and may outlive this call. Other threads may use the
+// store between two polls.
+void meet_at(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int ranks,
              const std::function<bool()>& given_up) {
   constexpr auto kLongestPause = std::chrono::milliseconds(50);
-  auto pause = std::chrono::milliseconds(1);
-  for (auto come = store.add(key, 1); come < ranks && !given_up(); come = store.add(key, 0)) {
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, kLongestPause);
+  const NoGilIfHeld no_gil;  // a store may be written in Python
+  const auto is_left = std::make_shared<std::atomic<bool>>(false);
+  std::packaged_task<void()> poll([=] {
+    auto pause = std::chrono::milliseconds(1);
+    for (auto come = store->add(key, 1); come < ranks && !*is_left; come = store->add(key, 0)) {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+  });
+  std::future<void> met = poll.get_future();
+  try {
+    std::thread(std::move(poll)).detach();
+    while (met.wait_for(kLongestPause) != std::future_status::ready) {
+      if (given_up()) {
+        *is_left = true;
+        return;
+      }
+    }
+    met.get();
+  } catch (const std::exception& error) {
+    throw Error("The ranks cannot meet in the process group's store: " + plain_text(error));
   }
 }
 
@@ -244,7 +267,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
     options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,
                                                          members.global_rank, kDeadlockInterval);
     options.meet = [store, ranks = options.size](const std::string& name, const auto& given_up) {
-      meet_at(*store, "fsdp_ext/meetings/" + name, ranks, given_up);
+      meet_at(store, "fsdp_ext/meetings/" + name, ranks, given_up);
     };
     options.ask_others = [board = FailureBoard(std::move(store)), members](
                              const std::string& what) { return board.exchange(what, members); };

@@ -319,6 +319,9 @@ FAKE_NCCL_API Result ncclCommSplit(Comm parent, int /*color*/, int key, Comm* ch
 
 FAKE_NCCL_API Result ncclCommFinalize(Comm comm) {
   state.log("finalize");
+  if (state.before_finalize != nullptr) {
+    state.before_finalize();
+  }
   while (state.collectives_hang && comm->blocking && !comm->aborted) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -552,7 +555,7 @@ FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t
   if (result != fsdp::nccl::kSuccess) {
     return result;
   }
-  if (!state.has_windows) {
+  if (!state.has_windows || comm->rank == state.rank_without_windows) {
     return fsdp::nccl::kSuccess;
   }
   const auto add = [=] {

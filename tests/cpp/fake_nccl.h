@@ -25,7 +25,8 @@ struct FakeNccl {
   std::atomic<int> allocations_to_fail{0};
   std::atomic<std::size_t> most_bytes{~std::size_t{0}};  // of one allocation
   std::atomic<int> nodes{1};                             // of the ranks
-  std::atomic<bool> has_windows{true};       // between these ranks; false: they are null
+  std::atomic<bool> has_windows{true};  // between these ranks; false: they are null
+  std::atomic<int> rank_without_windows{-1};
   std::atomic<bool> gathers_nothing{false};  // as after an abort that NCCL does not report
   std::atomic<bool> can_revoke{true};
   std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
@@ -52,6 +53,7 @@ struct FakeNccl {
   std::atomic<int> ring_gathers{0};       // with that policy, by a ring
   std::atomic<int> erasable_flags{0};     // of gathers: Note [registration between nodes]
   std::function<void()> before_gather;    // what an all-gather does first; may be empty
+  std::function<void()> before_finalize;  // may be empty
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;

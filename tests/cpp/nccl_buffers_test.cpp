@@ -267,6 +267,15 @@ TEST_F(NcclRanks, RegisterBuffersAsWithoutWindowsWhereThereAreNone) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "register"), 4);
 }
 
+TEST_F(NcclRanks, RefuseWindowsOnSomeRanksOnly) {
+  use_version(23206);
+  fake().rank_without_windows = 1;
+  const auto messages =
+      run_ranks(2, [](Rank rank) { rank.reduce.allocate(rank.device, 4096, BufferUse::Output); });
+  EXPECT_SAYS(messages[0], "NCCL made a window of a buffer on some ranks only (on this one: yes)");
+  EXPECT_SAYS(messages[1], "NCCL made a window of a buffer on some ranks only (on this one: no)");
+}
+
 // Such groups have to be cut: Note [groups in registered buffers].
 TEST_F(NcclRanks, LetTheSwitchGatherGroupsWhereThereAreNoWindows) {
   use_version(23206);

@@ -84,6 +84,19 @@ TEST_F(NcclLibrary, IsTheOneThatTorchUses) {
               std::string("but fsdp_ext found '") + kOtherLibrary + "' in FSDP_EXT_NCCL_SO='");
 }
 
+TEST_F(NcclLibrary, IsThePreloadedOneThatTorchCalls) {
+  fake();
+  unsetenv("FSDP_EXT_NCCL_SO");
+  void* const preloaded = dlopen(kOtherLibrary, RTLD_NOW | RTLD_GLOBAL);
+  ASSERT_NE(preloaded, nullptr);
+  void* const torch = dlopen(FAKE_TORCH_LIBRARY, RTLD_NOW);
+  ASSERT_NE(torch, nullptr);
+  EXPECT_EQ(nccl::find_library({}).path, kOtherLibrary);
+  dlclose(torch);
+  dlclose(preloaded);
+  dlclose(preloaded);  // the call above holds it, too
+}
+
 TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwoAndNoTorch) {
   void* const other = dlopen(kOtherLibrary, RTLD_NOW);
   ASSERT_NE(other, nullptr);

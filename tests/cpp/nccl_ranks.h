@@ -79,6 +79,9 @@ class NcclRanks : public ::testing::Test {
   void SetUp() override {
     fake().drain_calls();
     live_before_ = fake().live_communicators;
+    fake().deregistered_amid_collectives = 0;
+    fake().erasable_flags = 0;
+    fake().copies_that_hang = 0;
   }
 
   void TearDown() override {
@@ -91,6 +94,7 @@ class NcclRanks : public ::testing::Test {
     fake().revoking_hangs = false;
     fake().never_blocks = false;
     fake().has_windows = true;
+    fake().rank_without_windows = -1;
     fake().gathers_nothing = false;
     fake().collectives_hang = false;
     fake().slow_to_deregister = -1;

@@ -26,15 +26,18 @@ std::string path_of(void* function) {
   return is_found && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The library that torch uses; empty if the process has no torch for GPUs.
+// The library that torch uses; empty if the process has no torch for GPUs. One in LD_PRELOAD comes
+// before the one that torch is linked with.
 std::string library_of_torch() {
   void* const torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   if (torch == nullptr) {
     return "";
   }
-  const std::string path = path_of(dlsym(torch, "ncclGetVersion"));
+  constexpr const char* kFunction = "ncclGetVersion";
+  const std::string linked = path_of(dlsym(torch, kFunction));
+  const std::string first = path_of(dlsym(RTLD_DEFAULT, kFunction));
   dlclose(torch);
-  return path;
+  return first.empty() || linked.empty() ? linked : first;
 }
 
 Library open_library(const std::vector<std::string>& candidates) {
@@ -116,8 +119,8 @@ void check_only_one(const std::string& found, const Library& library) {
                      "', and it cannot be told which one torch uses. fsdp_ext found its own "
                      "in ",
                      library.source,
-                     ". Load one of them only, the one that FSDP_EXT_NCCL_SO names if it "
-                     "is set."));
+                     ". Load only one. If FSDP_EXT_NCCL_SO is set, load the library that it "
+                     "names."));
 }
 
 }  // namespace

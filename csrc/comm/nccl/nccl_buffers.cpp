@@ -277,7 +277,15 @@ bool NcclBuffers::register_buffer(Buffer& buffer) {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     shared_->held.at(static_cast<const char*>(buffer.memory)) = buffer;
   }
-  cannot_register_ = !all_agree(buffer.is_registered(), what);
+  const std::uint64_t mine = buffer.window != nullptr ? 2 : buffer.is_registered() ? 1 : 0;
+  const std::vector<std::uint64_t> all = exchange_({mine}, what);
+  const auto [least, most] = std::minmax_element(all.begin(), all.end());
+  cannot_register_ = *least == 0;
+  FSDP_CHECK(cannot_register_ || *least == *most,
+             "NCCL made a window of a buffer on some ranks only (on this one: ",
+             buffer.window != nullptr ? "yes" : "no",
+             "). Run the same NCCL with the same settings on all ranks, or set "
+             "FSDP_EXT_NCCL_REGISTER=0 on all of them.");
   return !cannot_register_;
 }
 

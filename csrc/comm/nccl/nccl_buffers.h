@@ -12,8 +12,8 @@
 // Note [unused buffers]
 // Any thread may free a buffer: the garbage collector frees a model on the thread that it happens
 // to run on, while another thread issues collectives of other models on the same communicator. But
-// NCCL has no lock around what a communicator has registered. And deregistering is no matter of one
-// rank: NCCL has other processes unmap the buffer and waits for them (ncclCommDeregister,
+// NCCL has no lock around what a communicator has registered. And deregistering involves the other
+// ranks: NCCL has other processes unmap the buffer and waits for them (ncclCommDeregister,
 // ncclProxyCallBlocking), while unmapping may wait for all that their GPU runs. If that is a
 // collective with the rank that deregisters, both wait for ever. So freeing a buffer only puts it
 // on a list. When ranks are together next, each waits for its device, all meet on the host, each

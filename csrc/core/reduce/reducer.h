@@ -108,7 +108,7 @@ class Reducer {
   void return_gradients(Bucket& bucket);
   // Marks the start of a backward. has_accumulated_before() compares with this mark to find
   // gradients of earlier backwards. `may_lend` allows Note [lent gradients] in this backward.
-  // Without it, a CUDA graph writes into the gradients, and they cannot leave their memory.
+  // Pass false after a capture: the graph writes to the gradients' addresses.
   void begin_backward(bool may_lend) {
     first_packing_ = packings_ + 1;
     may_lend_ = may_lend;

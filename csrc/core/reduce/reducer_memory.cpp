@@ -140,7 +140,9 @@ void Reducer::ensure_gradient_memory(Bucket& bucket) {
   if (!is_any_held && !bucket.has_lent_gradients()) {
     return;
   }
-  refuse_after_capture(is_any_held && !may_lend_);
+  if (is_any_held && !may_lend_) {
+    refuse_after_capture();
+  }
   wait_before_change(bucket);
   renew_gradients(bucket);
 }

@@ -23,7 +23,7 @@ namespace fsdp {
 
 class UnitSet {
  public:
-  // All of these outlive the set and may change between its calls.
+  // The set uses these in its calls only. They may be made after it, and end before it.
   UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
           BackwardOrder& backward_order, Gatherer& gatherer, Reducer& reducer,
           OrderCheck& order_check, BackwardExchange& exchange);
@@ -53,7 +53,11 @@ class UnitSet {
   void form_if_none();
 
   // Throws if a CUDA graph has captured a step: replays use the buffers of these units.
-  void refuse_after_capture() const { fsdp::refuse_after_capture(gatherer_.has_been_captured()); }
+  void refuse_after_capture() const {
+    if (gatherer_.has_been_captured()) {
+      fsdp::refuse_after_capture();
+    }
+  }
 
   // Users see the sharded parameters from now on: Note [after an evaluation] in
   // core/gather/unit_gather.h.

@@ -178,6 +178,18 @@ py::list all_gather(TorchRoot& root, const std::string& what, const std::string&
   return result;
 }
 
+// Forms the buckets if there are none. An error ends the lanes, as in the pipeline's calls.
+void form_if_none(TorchRoot& root) try {
+  try {
+    root.pipeline().units().form_if_none();
+  } catch (const Error& error) {
+    throw_with_flight_record(error, root.lanes(), root.replicas());
+  }
+} catch (const Error&) {
+  abort_after_failure(root.lanes(), root.replicas());
+  throw;
+}
+
 // Calls a method with the calling thread as the root's user. Methods of the pipeline run without
 // the GIL.
 template <typename... Arguments>
@@ -213,8 +225,8 @@ void register_lifecycle(RootClass& bound) {
       .def("refuse_after_capture",
            [](TorchRoot& root) { root.pipeline().units().refuse_after_capture(); })
       .def("retire", &TorchRoot::retire)
-      // Whether a backward may still run through its units, or a captured CUDA graph.
-      .def("is_in_graph",
+      // Whether autograd's graph or a captured CUDA graph still needs its units.
+      .def("is_needed_by_graph",
            [](TorchRoot& root) {
              return root.weak_from_this().use_count() > 1 ||
                     root.pipeline().gatherer().has_been_captured();
@@ -238,7 +250,7 @@ void register_schedule(RootClass& bound) {
       .def("form_buckets", [](TorchRoot& root) {
         const UseOfRoot use(root);
         const py::gil_scoped_release no_gil;  // it waits for the lanes
-        root.pipeline().units().form_if_none();
+        form_if_none(root);
       });
 }
 

@@ -319,7 +319,7 @@ class Root(UnitTree):
                 for hooks in hooks_of(unit):
                     hooks.disconnect()
         impl = self._impl
-        if impl.phase() == "idle" and not impl.is_in_graph() and not self._shows_unreduced():
+        if impl.phase() == "idle" and not impl.is_needed_by_graph() and not self._shows_unreduced():
             self._settle(impl)
             self._take_over_from(impl)
             self._impl = None
