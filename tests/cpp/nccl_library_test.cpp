@@ -84,17 +84,17 @@ TEST_F(NcclLibrary, IsTheOneThatTorchUses) {
               std::string("but fsdp_ext found '") + kOtherLibrary + "' in FSDP_EXT_NCCL_SO='");
 }
 
+// In a process of its own, since a library that RTLD_DEFAULT has found stays loaded.
 TEST_F(NcclLibrary, IsThePreloadedOneThatTorchCalls) {
   fake();
   unsetenv("FSDP_EXT_NCCL_SO");
-  void* const preloaded = dlopen(kOtherLibrary, RTLD_NOW | RTLD_GLOBAL);
-  ASSERT_NE(preloaded, nullptr);
-  void* const torch = dlopen(FAKE_TORCH_LIBRARY, RTLD_NOW);
-  ASSERT_NE(torch, nullptr);
-  EXPECT_EQ(nccl::find_library({}).path, kOtherLibrary);
-  dlclose(torch);
-  dlclose(preloaded);
-  dlclose(preloaded);  // the call above holds it, too
+  const auto path_with_preloaded = [] {
+    dlopen(kOtherLibrary, RTLD_NOW | RTLD_GLOBAL);
+    dlopen(FAKE_TORCH_LIBRARY, RTLD_NOW);
+    return nccl::find_library({}).path;
+  };
+  EXPECT_EXIT(std::_Exit(path_with_preloaded() == kOtherLibrary ? 0 : 1),
+              ::testing::ExitedWithCode(0), "");
 }
 
 TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwoAndNoTorch) {
