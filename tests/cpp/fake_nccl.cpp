@@ -319,8 +319,8 @@ FAKE_NCCL_API Result ncclCommSplit(Comm parent, int /*color*/, int key, Comm* ch
 
 FAKE_NCCL_API Result ncclCommFinalize(Comm comm) {
   state.log("finalize");
-  if (state.before_finalize != nullptr) {
-    state.before_finalize();
+  if (auto* const call = state.before_finalize.load()) {
+    call();
   }
   while (state.collectives_hang && comm->blocking && !comm->aborted) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

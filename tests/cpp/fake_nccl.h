@@ -53,7 +53,8 @@ struct FakeNccl {
   std::atomic<int> ring_gathers{0};       // with that policy, by a ring
   std::atomic<int> erasable_flags{0};     // of gathers: Note [registration between nodes]
   std::function<void()> before_gather;    // what an all-gather does first; may be empty
-  std::function<void()> before_finalize;  // may be empty
+  // May be null. Threads that close communicators may outlive a test.
+  std::atomic<void (*)()> before_finalize{nullptr};
   const char* last_error = "what NCCL says";
   // Runs a collective in order of its stream. If this or the stream is null, it runs in the call.
   void (*enqueue)(void* stream, std::function<void()> collective) = nullptr;
