@@ -10,8 +10,8 @@
 
 namespace fsdp {
 
-// The message for a GPU, the current one, that this build has no kernels for. With
-// cudaErrorUnsupportedPtxVersion it has PTX, but the driver is older than the nvcc that made it.
+// The message if this build has no kernels for the current GPU. cudaErrorUnsupportedPtxVersion
+// means that the build has PTX, and that the driver is older than the nvcc that made the PTX.
 inline std::string lacks_kernels(cudaError_t result) {
   int device = 0;
   int major = 0;

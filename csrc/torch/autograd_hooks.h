@@ -35,8 +35,8 @@
 // Autograd runs a node on the thread of the device of its gradient, at the same time as nodes of
 // other devices. An output on the host, such as h.sum().cpu(), is reached as soon as backward
 // begins, while the device's thread still runs later units. The order of backward does not allow
-// that. So hooks of a unit on a GPU are not on the nodes of its outputs on the host, but on the
-// first nodes behind them that run on the GPU.
+// that. So if a unit on a GPU returns an output on the host, the unit's hooks are on the first
+// nodes behind that output that run on the GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,10 +13,10 @@
 // On a GPU, autograd runs a node whose gradient is on the host on the thread that has called
 // backward, and at the same time other nodes on the device's thread. So hooks of one backward may
 // run on two threads. They take turns: each hook, each recomputed forward and each method that the
-// user calls holds the root's mutex. Its holder may call Python, such as extensions, reduce hooks
-// and attached optimizers. So no thread waits for the mutex while it holds the GIL. Hooks of users
-// on sharded parameters run without the mutex, because they may run a backward themselves, whose
-// hooks come on another thread.
+// user calls holds the root's mutex. A thread that holds the mutex may call Python, such as
+// extensions, reduce hooks and attached optimizers. So no thread waits for the mutex while it holds
+// the GIL. Users' hooks on sharded parameters run without the mutex. Such a hook may run a
+// backward, and the hooks of that backward may run on another thread.
 //
 // Under CPUOffloadPolicy, a loss may use the sharded parameters, which are on the host. Autograd
 // adds to their gradients on the caller's thread when a hook has returned, so out of turn. So the
@@ -92,8 +92,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Whether a forward that begins now needs new units, because parameters were frozen, unfrozen or
   // converted.
   bool needs_new_units() const;
-  // Python has checked the current modules. Without `may_train`, they have parameters that only a
-  // forward without gradients may use, and the next forward with gradients has them checked again.
+  // Python has checked the current modules. `may_train` is false if they have trainable parameters
+  // that are in no unit. Then only forwards without gradients may run, and the next forward with
+  // gradients checks the modules again.
   void accept_module_changes(bool may_train) {
     seen_module_changes_ = module_changes();
     may_train_ = may_train;

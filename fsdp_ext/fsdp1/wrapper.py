@@ -10,7 +10,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -95,6 +95,8 @@ from fsdp_ext.sharding.root.module_state import (
 from fsdp_ext.sharding.root.optimizer_hooks import let_optimizers_go_on
 from fsdp_ext.sharding.torch_compat.conversions import convert_shards, reshard_and_forget
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
+
+_Named = TypeVar("_Named")
 
 
 class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn.Module):
@@ -377,22 +379,19 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with FSDP1's names: without the wrappers' if they are summoned."""
-        is_summoned = self._has_summoned_parameters()
-        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield without_fsdp1(name) if is_summoned else name, param
+        """Return parameters with FSDP1's names: without the wrappers' if they are summoned."""
+        return self._cleaned(super().named_parameters(prefix, recurse, remove_duplicate))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield buffers with FSDP1's names: without the wrappers' if parameters are summoned."""
-        is_summoned = self._has_summoned_parameters()
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield without_fsdp1(name) if is_summoned else name, buffer
+        """Return buffers with FSDP1's names: without the wrappers' if parameters are summoned."""
+        return self._cleaned(super().named_buffers(prefix, recurse, remove_duplicate))
 
-    def _has_summoned_parameters(self) -> bool:
+    def _cleaned(self, named: Iterator[tuple[str, _Named]]) -> Iterator[tuple[str, _Named]]:
         # A copy for plan() has no unit.
-        return any(unit.is_summoned for unit in self._fsdp_ext_units(recurse=False))
+        is_summoned = any(unit.is_summoned for unit in self._fsdp_ext_units(recurse=False))
+        return ((without_fsdp1(name), each) for name, each in named) if is_summoned else named
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module with its name."""

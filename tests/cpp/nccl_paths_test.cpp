@@ -121,7 +121,7 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
   }
 }
 
-// The first gather by copy engines may hang there, whatever the policy.
+// On two ranks, these versions may hang in the first gather by copy engines, with any policy.
 TEST_F(NcclPaths, OfGathersOfTwoRanksAvoidCopyEnginesFrom2290Until2312) {
   struct Expected {
     int version;

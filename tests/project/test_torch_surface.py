@@ -440,7 +440,7 @@ def _classes_with_other_layouts() -> None:
         model: Any = fully_shard(cls())
         assert isinstance(model, fsdp_ext.FSDPModule)
         assert isinstance(model, cls)
-        # Programs read the original class so.
+        # Programs find the original class by this index.
         assert type(model).__mro__[type(model)._orig_cls_mro_index] is cls
         model(torch.ones(2, 4)).sum().backward()
         model.unshard()

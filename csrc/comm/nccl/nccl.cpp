@@ -48,10 +48,10 @@ void print_nccl_error(const Api& api, int rank, nccl::Result result, const char*
                name.c_str(), api.GetErrorString(result));
 }
 
-// The communicators of both lanes that are being closed, which their owners share. When the last
-// owner has gone, this waits for both at once. Closing waits for peers, because the network may
-// still carry data that they have not received. Until all ring neighbours have closed theirs, too,
-// NCCL's thread for the network stays. If peers do not close within the limit, or a CUDA graph
+// Waits for both lanes' communicators to close. Both owners share this object. When the last owner
+// has gone, it waits for both communicators at once. Closing waits for peers, because the network
+// may still carry data that they have not received. Until all ring neighbours have closed theirs,
+// too, NCCL's thread for the network stays. If peers do not close within the limit, or a CUDA graph
 // holds a communicator, the process goes on and detached threads finish the closing.
 class NcclClosing {
  public:

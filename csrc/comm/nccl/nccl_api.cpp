@@ -26,8 +26,8 @@ std::string path_of(void* function) {
   return is_found && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The library that torch uses; empty if the process has no torch for GPUs. One in LD_PRELOAD comes
-// before the one that torch is linked with.
+// The library that torch uses; empty if the process has no torch for GPUs. A library in LD_PRELOAD
+// takes the place of the one that torch is linked with.
 std::string library_of_torch() {
   void* const torch = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   if (torch == nullptr) {

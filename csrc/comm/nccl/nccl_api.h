@@ -131,9 +131,9 @@ struct Api {
   std::string describe(Comm comm, Result error) const;
 };
 
-// Loads the library: $FSDP_EXT_NCCL_SO, else the one that torch uses, which may be a part of torch,
-// else the one that the process has loaded, else the first of `candidates` that exists, else the
-// one that the dynamic linker finds.
+// Loads the first of these libraries that exists: the one that $FSDP_EXT_NCCL_SO names, torch's
+// (NCCL may be linked into torch), the one that the process has loaded, the `candidates` in order,
+// and the one that the dynamic linker finds.
 //
 // Throws Error if there is none, if it is too old or lacks a function, or if torch uses another
 // one.

@@ -659,8 +659,9 @@ def _methods_for(cls: type[nn.Module]) -> type[FSDPModule]:
         base = base.__base__
     if base.__base__ is object:
         return FSDPModule
-    # In the MRO, FSDPModule comes after the base class, and so after `cls`, which is at index 2.
-    # typing.Generic does not accept a class that only inherits from it, unless it has this tuple.
+    # The MRO is: the new class, this base, `cls`, and later FSDPModule. So `cls` is at index 2.
+    # typing.Generic refuses a class that inherits from it without naming it in its bases, unless
+    # the class has `__orig_bases__`.
     attributes = {"_orig_cls_mro_index": 2, "__orig_bases__": (FSDPModule,)}
     return type("FSDPModule", (base.__base__, FSDPModule), attributes)
 
