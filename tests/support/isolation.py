@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import operator
 import os
 import random
 import resource
@@ -51,6 +52,7 @@ class ProcessState:
         self._numpy_random = numpy.random.get_state() if numpy else None
         self._contents = [(value, copy.copy(value)) for value in _containers()]
         self._checked = dict(_checked())
+        self._named = list(_named())
         # Objects that exist now live for ever, so no later collection has to look at them.
         gc.collect()
         gc.freeze()
@@ -71,6 +73,7 @@ class ProcessState:
         gc.freeze()
         now = dict(_checked())
         left = [name for name, value in self._checked.items() if now.get(name) != value]
+        left += (name for owner, values in self._named for name in _changed(owner, values))
         if left:
             raise RuntimeError(
                 f"the call has left these changed: {', '.join(left)}. Put them back in the test, "
@@ -172,25 +175,31 @@ def _checked() -> Iterator[tuple[str, Any]]:
     yield "sys.gettrace()", sys.gettrace()
     yield "signal handlers", [signal.getsignal(number) for number in signal.valid_signals()]
     yield "resource limits", [resource.getrlimit(limit) for limit in _LIMITS]
+
+
+def _named() -> Iterator[tuple[ModuleType | type, dict[str, Any]]]:
+    """Yield the variables of fsdp_ext's modules, and the methods of its classes, by their owner."""
     for module in _modules():
-        for name, value in vars(module).items():
-            yield f"{module.__name__}.{name}", _Same(value)
+        yield module, dict(vars(module))
+        for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:
-                for attribute, of_class in vars(value).items():
-                    if isinstance(of_class, (FunctionType, property)):
-                        yield f"{module.__name__}.{name}.{attribute}", _Same(of_class)
+                methods = (FunctionType, property)
+                yield value, {k: v for k, v in vars(value).items() if isinstance(v, methods)}
+
+
+def _changed(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of variables that are not the same objects any more."""
+    now = vars(owner)
+    # This is done for thousands of names after each call, so first for all at once.
+    if not all(map(operator.is_, map(now.get, values), values.values())):
+        of = (
+            owner.__name__
+            if isinstance(owner, ModuleType)
+            else f"{owner.__module__}.{owner.__name__}"
+        )
+        yield from (f"{of}.{name}" for name, value in values.items() if now.get(name) is not value)
 
 
 def _modules() -> list[ModuleType]:
     name = fsdp_ext.__name__
     return [m for key, m in sys.modules.items() if key == name or key.startswith(f"{name}.")]
-
-
-class _Same:
-    """Compares equal if it holds the same object."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
