@@ -6,8 +6,10 @@ models between devices.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from support.launcher import run_ranks
 from support.models import TwoLayers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,6 +29,8 @@ from fsdp_ext import FullyShardedDataParallel as FSDP
 from fsdp_ext import clip_grad_norm_, fully_shard, profile
 from fsdp_ext._util.errors import MisuseError
 from fsdp_ext.optim import SGD
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 
 def sharded(shard: Any = fully_shard, **settings: Any) -> Any:
@@ -161,19 +167,65 @@ def test_training_goes_on_as_under_fsdp2() -> None:
     run_ranks(_trains_on, 2)
 
 
-def _wrapper_trains_on() -> None:
-    for is_kept in (True, False):
-        plain, model = TwoLayers(), wrapped(use_orig_params=is_kept)
+def on_two_meshes(shard: Any, mesh: DeviceMesh) -> Any:
+    model = TwoLayers()
+    shard(model.layers[0], mesh=mesh["sharded"])
+    for module in (model.layers[1], model):
+        shard(module, mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+def _trains_on_with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
+    makes: list[Callable[[Any], Any]] = [
+        partial(on_two_meshes, mesh=mesh),
+        partial(sharded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        partial(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+    ]
+    for make in makes:
+        found = []
+        for shard in (fully_shard, torch_fully_shard):
+            model = make(shard)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+            losses = train(model, range(2), optimizer)
+            model.set_requires_gradient_sync(False)
+            losses.append(backward(model, 2))
+            model.set_requires_gradient_sync(True)
+            move(model)
+            losses += train(model, range(3, 5), optimizer)
+            found.append([*losses, *(param.full_tensor() for param in model.parameters())])
+        assert all(map(torch.equal, *found))
+
+
+def test_training_goes_on_with_replicas_as_under_fsdp2() -> None:
+    run_ranks(_trains_on_with_replicas, 4)
+
+
+def _wrapper_trains_on(strategies: Sequence[ShardingStrategy], **settings: Any) -> None:
+    for is_kept, strategy in itertools.product((True, False), strategies):
+        plain = TwoLayers()
+        model = wrapped(use_orig_params=is_kept, sharding_strategy=strategy, **settings)
         losses = []
         for each in (plain, model):
             own = train(each, range(2))
+            with each.no_sync() if each is model else contextlib.nullcontext():
+                own.append(backward(each, 2))
             each.double()
-            losses.append(own + train(each, range(2, 4)))
-        assert all(map(torch.equal, *losses))
+            losses.append(own + train(each, range(3, 5)))
+        assert all(map(torch.equal, *losses)), (is_kept, strategy)
 
 
 def test_fsdp1s_wrapper_trains_on() -> None:
-    run_ranks(_wrapper_trains_on, 2)
+    run_ranks(_wrapper_trains_on, 2, [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+
+
+def _hybrid_wrapper_trains_on() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    _wrapper_trains_on((HYBRID_SHARD, HYBRID_SHARD_ZERO2), device_mesh=mesh)
+
+
+def test_fsdp1s_hybrid_wrapper_trains_on() -> None:
+    run_ranks(_hybrid_wrapper_trains_on, 4)
 
 
 def _accumulates() -> None:
