@@ -248,14 +248,14 @@ FAULTS = (
     ),
     Fault(
         "zeros are not restored where one unit of a bucket was reduced",
-        f"{CORE}/reduce/accumulated_gradients.cpp",
+        f"{CORE}/reduce/bucket_reduction.cpp",
         "fill_with_zeros(device, stream, *unit);",
         cpp=CPP,
         python=("gradient_accumulation", "communication_methods"),
     ),
     Fault(
         "accumulated gradients count from the last backward, not from the first",
-        f"{CORE}/reduce/accumulated_gradients.cpp",
+        f"{CORE}/reduce/bucket_reduction.cpp",
         "since != 0 ? since : packing",
         "packing",
         cpp=CPP,

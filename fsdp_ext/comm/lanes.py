@@ -141,7 +141,7 @@ def add_group_lanes(
 ) -> None:
     """Give ``lanes`` the lanes of smaller groups, if they have none. All ranks call this.
 
-    See Note [group shards] in ``csrc/core/gather/group_shard.h``.
+    See Note [group shards] in ``csrc/core/gather/bucket_gather.h``.
 
     Args:
         lanes: the lanes of ``group``.

@@ -12,7 +12,7 @@ from typing import Any
 LANES = {
     "cast": "gather",
     "gather": "gather",
-    "group gather": "gather",  # of a smaller group: csrc/core/gather/group_shard.h
+    "group gather": "gather",  # of a smaller group: csrc/core/gather/bucket_gather.h
     "unpack": "gather",
     "keep": "gather",
     "pack": "reduce",

@@ -75,7 +75,7 @@ class Gatherer {
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);
   // When the slot of the unit's bucket is released next, its contents are kept for backward, if the
-  // user has asked for that: Note [group shards] in core/gather/group_shard.h.
+  // user has asked for that: Note [group shards] in core/gather/bucket_gather.h.
   void keep_for_backward(Unit& unit);
   // Slots that are released from now on are not kept.
   void end_keeping();

@@ -214,8 +214,8 @@ class UnitLayout {
   ReducePlan reduce_plan(const LayoutPart& part) const;
 
   // The layout of the same unsharded buffer, shared by `ranks` ranks, a divisor of the world size:
-  // Note [group shards] in core/gather/group_shard.h. The gather input is the part that one of them
-  // keeps. Nothing is cast, and nothing is trainable.
+  // Note [group shards] in core/gather/bucket_gather.h. The gather input is the part that one of
+  // them keeps. Nothing is cast, and nothing is trainable.
   UnitLayout regrouped(int ranks) const;
   // For a regrouped layout: copies the part of the unsharded buffer that rank `rank` keeps to a
   // gather input.

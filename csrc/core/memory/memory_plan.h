@@ -43,7 +43,7 @@ std::vector<LayoutPart> gather_parts(const UnitLayout& layout, MessageLimits lim
 std::vector<LayoutPart> reduce_parts(const UnitLayout& layout, MessageLimits limits);
 
 // The group that a bucket is resharded to after forward: Note [group shards] in
-// core/gather/group_shard.h.
+// core/gather/bucket_gather.h.
 struct SmallerGroup {
   int ranks = 0;  // 0: there is none
   GatherBy by = GatherBy::Packing;

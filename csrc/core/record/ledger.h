@@ -89,7 +89,7 @@ enum class Work : std::uint8_t {
   UnitBackward,
   Forward,
   Backward,
-  GroupGather,  // Note [group shards] in core/gather/group_shard.h
+  GroupGather,  // Note [group shards] in core/gather/bucket_gather.h
   Keep,         // the copy of a slot to a group shard
   Update,       // Note [updates in backward] in core/reduce/unit_update.h
   Step,         // such an update on the compute stream, or a step() after backward

@@ -16,7 +16,7 @@ namespace fsdp {
 // core/units/merging.h lists the settings that are the same for all units of a bucket.
 struct BucketSettings {
   bool reshard_after_forward = true;
-  int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/group_shard.h
+  int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/bucket_gather.h
   bool reshard_after_backward = true;
   // With false, the user promises that backward does not read the unit's parameters, as backward of
   // an embedding does not. Gradients arrive nevertheless.
