@@ -74,13 +74,7 @@ void Gatherer::wait_for_readers() {
 
 void Gatherer::begin_iteration(bool goes_on) {
   streams_.follow_compute();
-  if (goes_on) {
-    return;
-  }
-  iteration_ += 1;
-  if (ring_ != nullptr) {
-    ring_->invalidate_contents();
-  }
+  iteration_ += goes_on ? 0 : 1;
 }
 
 bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units) {
@@ -277,7 +271,8 @@ void Gatherer::reshard_speculative(Bucket& bucket) {
 
 // - Slots
 
-// See Note [lazy reshard].
+// See Note [lazy reshard]. What a slot contains of the bucket is of its newest gather, which
+// `gathered_from_` describes.
 Slot* Gatherer::reacquire_slot(Bucket& bucket) {
   const ShardStamp now{iteration_, version_of(bucket), true};
   if (bucket.gather.slot_ != nullptr || !bucket.gather.gathered_from_.matches(now)) {
@@ -288,11 +283,7 @@ Slot* Gatherer::reacquire_slot(Bucket& bucket) {
                           bucket.gather.persistent_slot_->users == 0;
     return is_whole ? bucket.gather.persistent_slot_.get() : nullptr;
   }
-  Slot* slot = ring_->find_contents(bucket.number);
-  if (slot != nullptr) {
-    ring_->reacquire(*slot, bucket.number);
-  }
-  return slot;
+  return ring_->reacquire(bucket.number);
 }
 
 Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {

@@ -22,20 +22,14 @@ BufferRing::BufferRing(Device& device, const Allocate& allocate, RingPlan plan)
   FSDP_CHECK(plan_.slots >= 0, "A ring cannot have ", plan_.slots, " slots. It needs 0 or more.");
 }
 
-Slot* BufferRing::find_contents(int bucket) {
+Slot* BufferRing::reacquire(int bucket) {
   for (auto& slot : slots_) {
     if (slot->contents == bucket && slot->owner == Slot::kNobody) {
+      slot->owner = bucket;
       return slot.get();
     }
   }
   return nullptr;
-}
-
-void BufferRing::reacquire(Slot& slot, int bucket) {
-  FSDP_CHECK(slot.owner == Slot::kNobody && slot.contents == bucket, "Bucket ", bucket,
-             " cannot reacquire a slot of owner ", slot.owner, " with the parameters of bucket ",
-             slot.contents, ". It needs a released slot with its own parameters.");
-  slot.owner = bucket;
 }
 
 // Released slots hold older contents of this bucket than the next gather.
@@ -178,14 +172,6 @@ void BufferRing::release(Slot& slot, Stream& readers, bool keeps_contents) {
   }
   slot.released_at = ++releases_;
   readers.record(*slot.released);
-}
-
-void BufferRing::invalidate_contents() {
-  for (auto& slot : slots_) {
-    if (slot->owner == Slot::kNobody) {
-      slot->contents = Slot::kNobody;
-    }
-  }
 }
 
 std::size_t BufferRing::allocated_bytes() const {

@@ -56,10 +56,9 @@ class BufferRing {
 
   BufferRing(Device& device, const Allocate& allocate, RingPlan plan);
 
-  // Returns the slot that contains `bucket`'s parameters and has no owner, or null.
-  Slot* find_contents(int bucket);
-  // Makes `bucket` the owner of such a slot and keeps the contents.
-  void reacquire(Slot& slot, int bucket);
+  // Makes `bucket` the owner of the released slot that still contains its parameters. Null if there
+  // is none.
+  Slot* reacquire(int bucket);
 
   // Returns a slot in the ring, or null if there is no room. Work issued to `writer` from now on
   // starts when the readers of the slots that it overlaps are done. Each call has the same writer,
@@ -72,9 +71,6 @@ class BufferRing {
   // Work that was issued to `readers` so far may still read the slot. With `keeps_contents`, its
   // bucket may reacquire it.
   void release(Slot& slot, Stream& readers, bool keeps_contents);
-
-  // The parameters have changed, so the contents of released slots are out of date.
-  void invalidate_contents();
 
   // Visits overflow slots, too.
   template <typename Visit>
