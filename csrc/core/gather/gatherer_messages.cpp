@@ -181,13 +181,9 @@ void Gatherer::send(const Bucket& bucket, std::size_t number, const Output& outp
   const GatherSource& source = bucket.gather.source();
   const GatherPiece& piece = source.pieces[number];
   Stream& stream = streams_.messages();
-  announcer_.announce(bucket,
-                      {source.op, lane_, source.communicator, source.label, number, piece.bytes});
-  const InFlight flight(lane_.flights(), stream, source.communicator,
-                        {source.op, ledger_.phase(), piece.bytes, DType::Bytes}, source.label);
-  const Work work = source.is_of_group() ? Work::GroupGather : Work::Gather;
-  const Timed timed(ledger_, stream, work, bucket.numbers(), {piece.bytes, bucket.gather.issue_},
-                    /*follows=*/false);
+  const Sending sending =
+      announcer_.announce(bucket, {source.op, lane_, source.communicator, source.label, number,
+                                   piece.bytes, DType::Bytes, bucket.gather.issue_});
   UserCollective* const hook = gather_hook_of(bucket);
   set_parts(bucket, piece.plan, output);
   if (hook == nullptr && parts_.size() > 1) {

@@ -358,13 +358,10 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   const DType dtype = bucket.layout.reduce_dtype();
   const std::size_t bytes = bucket.reduction.input_bytes(piece);
   const Range range(device_, bucket.ranges.reduce_scatter, bytes);
-  announcer_.announce(bucket, {Collective::ReduceScatter, lane_, bucket.reduction.communicator_,
-                               bucket.reduction.label, number, bytes});
-  const InFlight flight(lane_.flights(), streams_.messages(), bucket.reduction.communicator_,
-                        {Collective::ReduceScatter, ledger_.phase(), bytes, dtype},
-                        bucket.reduction.label);
-  const Timed timed(ledger_, streams_.messages(), Work::Reduce, bucket.numbers(),
-                    {bytes, reduction.issue}, /*follows=*/!packs_apart(bucket));
+  const Sending sending =
+      announcer_.announce(bucket, {Collective::ReduceScatter, lane_, bucket.reduction.communicator_,
+                                   bucket.reduction.label, number, bytes, dtype, reduction.issue,
+                                   /*follows=*/!packs_apart(bucket)});
   const auto numel = static_cast<std::size_t>(piece.pack.segment_numel);
   void* const output = output_of(reduction, number);
   if (!send_by_hook(reduction, streams_.messages(), input, output, numel)) {
@@ -380,14 +377,11 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   const auto numel = static_cast<std::size_t>(piece.pack.segment_numel);
   Lane& lane = *replicas_;
   streams_.order_after(lane.stream(), streams_.messages(), bucket.reduction.label);
-  const Range range(device_, bucket.ranges.all_reduce, numel * itemsize(dtype));
-  announcer_.announce(bucket, {Collective::AllReduce, lane, lane.communicator(),
-                               bucket.reduction.all_reduce_label, number, numel * itemsize(dtype)});
-  const InFlight flight(lane.flights(), lane.stream(), lane.communicator(),
-                        {Collective::AllReduce, ledger_.phase(), numel * itemsize(dtype), dtype},
-                        bucket.reduction.all_reduce_label);
-  const Timed timed(ledger_, lane.stream(), Work::AllReduce, bucket.numbers(),
-                    {numel * itemsize(dtype), reduction.issue}, /*follows=*/false);
+  const std::size_t bytes = numel * itemsize(dtype);
+  const Range range(device_, bucket.ranges.all_reduce, bytes);
+  const Sending sending = announcer_.announce(
+      bucket, {Collective::AllReduce, lane, lane.communicator(), bucket.reduction.all_reduce_label,
+               number, bytes, dtype, reduction.issue});
   void* const output = output_of(reduction, number);
   if (!send_by_hook(reduction, lane.stream(), nullptr, output, numel)) {
     lane.communicator().all_reduce(lane.stream(), output, numel, dtype);

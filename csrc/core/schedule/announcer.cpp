@@ -3,11 +3,21 @@
 #include "base/mix.h"
 
 namespace fsdp {
+namespace {
+
+Work work_of(Collective op) {
+  return op == Collective::AllGather        ? Work::Gather
+         : op == Collective::GroupAllGather ? Work::GroupGather
+         : op == Collective::ReduceScatter  ? Work::Reduce
+                                            : Work::AllReduce;
+}
+
+}  // namespace
 
 // All ranks compare one history of collectives. Ranks of another mesh may send messages of other
 // sizes, and cut a bucket into more or fewer pieces (Note [several meshes]). So the history has one
 // entry for all pieces of a bucket on another mesh, without their sizes.
-void Announcer::announce(const Bucket& bucket, const NextMessage& message) {
+Sending Announcer::announce(const Bucket& bucket, const NextMessage& message) {
   const bool of_group = message.op == Collective::GroupAllGather;
   const bool gathers = message.op == Collective::AllGather || of_group;
   const bool is_first = message.piece == 0;
@@ -28,6 +38,11 @@ void Announcer::announce(const Bucket& bucket, const NextMessage& message) {
     message.communicator.announce(message.label, mix(mix(tag, message.piece), message.bytes));
   }
   ledger_.count_collective(message.op, bucket.numbers(), message.bytes);
+  Stream& stream = message.lane.stream();
+  return {InFlight(message.lane.flights(), stream, message.communicator,
+                   {message.op, ledger_.phase(), message.bytes, message.dtype}, message.label),
+          Timed(ledger_, stream, work_of(message.op), bucket.numbers(),
+                {message.bytes, message.issue}, message.follows)};
 }
 
 }  // namespace fsdp

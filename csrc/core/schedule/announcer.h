@@ -1,5 +1,5 @@
-// Before each collective is issued: compares it with other ranks, and records it for the ledger
-// and for error messages.
+// Before each collective is issued: compares it with other ranks, and records it for the ledger,
+// for flight records and for error messages.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,7 @@
 
 #include "core/agree/order_check.h"
 #include "core/lanes.h"
+#include "core/record/flight_tape.h"
 #include "core/record/ledger.h"
 #include "core/schedule/passes.h"
 #include "core/schedule/pipeline_options.h"
@@ -22,6 +23,15 @@ struct NextMessage {
   const std::string& label;
   std::size_t piece;  // its index in the gather or reduction
   std::size_t bytes;
+  DType dtype;
+  const Issue& issue;
+  bool follows = false;  // Ledger::open
+};
+
+// Records the message that is issued to the stream of its lane during this object's lifetime.
+struct Sending {
+  InFlight flight;
+  Timed timed;
 };
 
 class Announcer {
@@ -31,7 +41,7 @@ class Announcer {
             Ledger& ledger)
       : options_(options), passes_(passes), order_check_(order_check), ledger_(ledger) {}
 
-  void announce(const Bucket& bucket, const NextMessage& message);
+  [[nodiscard]] Sending announce(const Bucket& bucket, const NextMessage& message);
 
  private:
   const PipelineOptions& options_;
