@@ -131,15 +131,15 @@ FAULTS = (
     ),
     Fault(
         "a bucket's own slot stays current when it is gathered elsewhere",
-        f"{CORE}/gather/gatherer_messages.cpp",
-        "bucket.gather.persistent_slot_->contents = Slot::kNobody;",
-        within="bucket.gather.persistent_slot_->contents = Slot::kNobody;  // out of date",
+        f"{CORE}/gather/gather_slots.cpp",
+        "persistent->contents = Slot::kNobody;",
+        within="persistent->contents = Slot::kNobody;  // out of date",
         cpp=CPP,
         python=("buckets",),
     ),
     Fault(
         "a slot counts as current although the bucket was gathered elsewhere since",
-        f"{CORE}/gather/gatherer.cpp",
+        f"{CORE}/gather/gather_slots.cpp",
         "bucket.gather.slot_ == &slot",
         "true",
         within="bucket.gather.slot_ == &slot;",
@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "a slot is reclaimed although one of its units runs",
-        f"{CORE}/gather/gatherer.cpp",
+        f"{CORE}/gather/gather_slots.cpp",
         "speculative == slot->users",
         "speculative > 0",
         cpp=CPP,
@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "a group shard of an earlier step counts as the one of this step",
-        f"{CORE}/gather/gatherer.cpp",
+        f"{CORE}/gather/gatherer_memory.cpp",
         "group->kept_from.matches(bucket.gather.gathered_from_)",
         "group->kept_from.valid",
         cpp=CPP,

@@ -58,13 +58,13 @@ EDITS = (
     ),
     Edit(
         "parameters are unpacked on a wrong stream",
-        "csrc/core/gather/gatherer_messages.cpp",
+        "csrc/core/gather/gatherer.cpp",
         "packer_.unpack(after, ",
         "packer_.unpack(device_.compute_stream(), ",
     ),
     Edit(
         "parameters are gathered on a wrong stream",
-        "csrc/core/gather/gatherer_messages.cpp",
+        "csrc/core/gather/gatherer.cpp",
         "communicator.all_gather(stream, part.input, part.output, part.bytes);",
         "communicator.all_gather(device_.compute_stream(), part.input, part.output, part.bytes);",
     ),
@@ -181,15 +181,15 @@ NOT_SEEN = {
     ),
     "core/units/unit_set.cpp form: gatherer_.synchronize();": AFTER_USE,
     "core/units/unit_set.cpp form: reducer_.synchronize();": AFTER_USE,
-    "core/gather/gatherer.cpp abandon_gather: "
+    "core/gather/gather_slots.cpp abandon_gather: "
     "streams_.messages().wait(*source.last_piece().gathered, source.label);": NO_TEST,
-    "core/gather/gatherer.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,
-    "core/gather/gatherer.cpp acquire_persistent_slot: "
+    "core/gather/gather_slots.cpp acquire_persistent_slot: streams_.follow_compute();": NO_TEST,
+    "core/gather/gather_slots.cpp acquire_persistent_slot: "
     "streams_.messages().wait(*bucket.gather.persistent_slot_->released,": (
         "a bucket is gathered into its own slot once an iteration, or after its shards have "
         "changed, and the stream follows the compute stream first"
     ),
-    "core/gather/gatherer.cpp acquire_slot: streams_.follow_compute();": (
+    "core/gather/gather_slots.cpp acquire: streams_.follow_compute();": (
         "the tests' overflow slots get memory that no earlier work of the pass has used"
     ),
     "core/gather/gatherer.cpp invalidate: streams_.follow_compute();": (
@@ -207,7 +207,7 @@ NOT_SEEN = {
     "core/gather/gatherer_memory.cpp plan_memory: streams_.follow_compute();": (
         "memory is planned right before an iteration begins, with the same wait"
     ),
-    "core/gather/gatherer_messages.cpp order_before_gather: "
+    "core/gather/gatherer.cpp order_before_gather: "
     "before.wait(*bucket.gather.all_ranks_.last_piece().gathered, "
     "bucket.gather.all_ranks_.label);": (
         "the same; an iteration begins after what the compute stream has waited for"
@@ -253,13 +253,14 @@ NOT_SEEN = {
     ),
     "core/gather/gatherer.cpp ~Gatherer: lane_.drain();": AFTER_USE,
     "core/gather/gatherer.cpp synchronize: lane_.synchronize();": AFTER_USE,
-    "core/gather/gatherer.cpp note_read: stream.wait(*last.gathered, source.label);": (
+    "core/gather/gather_slots.cpp note_read: stream.wait(*last.gathered, source.label);": (
         "the tests' streams wait for the stream that has waited for the gather; CudaReaders sees it"
     ),
-    "core/gather/gatherer.cpp wait_for_readers: read_->synchronize(device_.timeout(), kReaders);": (
+    "core/gather/gather_slots.cpp wait_for_readers: "
+    "read_->synchronize(device_.timeout(), kReaders);": (
         "no stream of the tests reads slots when they are freed; CudaPlan sees it"
     ),
-    "core/gather/gatherer.cpp wait_for_readers: "
+    "core/gather/gather_slots.cpp wait_for_readers: "
     "slot.released->synchronize(device_.timeout(), kReaders);": (
         "no stream of the tests reads slots when they are freed; CudaPlan sees it"
     ),

@@ -131,6 +131,7 @@ class BucketGather {
 
  private:
   friend class Gatherer;
+  friend class GatherSlots;
 
   const GatherSource all_ranks_;
   const std::unique_ptr<GroupShard> group_;

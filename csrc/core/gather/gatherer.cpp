@@ -1,28 +1,36 @@
 #include "core/gather/gatherer.h"
 
-#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
+#include "core/schedule/announcer.h"
 #include "device/host_clock.h"
 
 namespace fsdp {
 namespace {
 
 const std::string kGatherStream = "the gather stream";
-const std::string kReaders = "the reads of all slots";
 
 bool needs_slot(const Bucket& bucket) { return bucket.buffers.slot > 0; }
 
-// The sum changes if the version of any unit does.
-std::uint64_t version_of(const Bucket& bucket) {
-  std::uint64_t version = 0;
-  for (const Unit* unit : bucket.units) {
-    version += unit->shard_version();
+// See Note [custom collectives] in core/reduce/user_collective.h.
+UserCollective* gather_hook_of(const Bucket& bucket) {
+  const bool may_have_one = bucket.units.size() == 1 && !bucket.gather.source().is_of_group();
+  return may_have_one ? bucket.units.front()->gather_hook.get() : nullptr;
+}
+
+// The tensors have the parameters' dtype if all have the same, and are bytes otherwise, as FSDP2's.
+void gather_by_hook(UserCollective& hook, Stream& stream, const UnitLayout& layout,
+                    const LayoutPart& part, const GatherPart& message) {
+  DType dtype = layout.params()[part.first].param_dtype;
+  for (std::size_t i = part.first; i < part.end; ++i) {
+    dtype = layout.params()[i].param_dtype == dtype ? dtype : DType::Bytes;
   }
-  return version;
+  const std::size_t numel = message.bytes / itemsize(dtype);
+  hook.issue(stream, {message.output, numel * static_cast<std::size_t>(layout.world_size()), dtype,
+                      const_cast<void*>(message.input), numel});
 }
 
 }  // namespace
@@ -34,13 +42,13 @@ Gatherer::Gatherer(Device& device, Packer& packer, Lane& lane, Ledger& ledger, A
       streams_(device, lane),
       ledger_(ledger),
       announcer_(announcer),
-      staging_(device),
-      read_(device.new_event()) {}
+      slots_(device, lane, streams_, ledger),
+      staging_(device) {}
 
 // Work in flight uses the buffers that are freed now.
 Gatherer::~Gatherer() {
   try {
-    wait_for_readers();
+    slots_.wait_for_readers();
   } catch (const std::exception&) {
     // The device has failed, or a kernel of the user does not end. A destructor cannot say so.
   }
@@ -48,26 +56,21 @@ Gatherer::~Gatherer() {
 }
 
 void Gatherer::synchronize() {
-  wait_for_readers();
+  slots_.wait_for_readers();
   lane_.synchronize();
 }
 
-// Any stream of the user may read a slot, and its memory may belong to yet another one.
-void Gatherer::wait_for_readers() {
-  const auto wait = [this](const Slot& slot) {
-    slot.released->synchronize(device_.timeout(), kReaders);
-    for_each_reader(slot, [this](Stream& stream) {
-      stream.record(*read_);
-      read_->synchronize(device_.timeout(), kReaders);
-    });
-  };
-  if (ring_ == nullptr) {
+void Gatherer::finish_reading_host() {
+  if (!is_any_offloaded_) {
     return;
   }
-  ring_->for_each_slot(wait);
   for (const auto& bucket : *buckets_) {
-    if (bucket->gather.persistent_slot_ != nullptr) {
-      wait(*bucket->gather.persistent_slot_);
+    if (bucket->layout.is_offloaded()) {
+      FSDP_CHECK(!device_.is_capturing(), "A CUDA graph would capture unit '", bucket->name,
+                 "', which is offloaded to the host, and a graph cannot wait for the host. Run "
+                 "without a capture, or without CPUOffloadPolicy.");
+      const GatherSource& source = bucket->gather.all_ranks_;
+      source.last_piece().gathered->synchronize(device_.timeout(), source.label);
     }
   }
 }
@@ -90,6 +93,16 @@ bool Gatherer::reshard_outdated(const std::vector<std::unique_ptr<Unit>>& units)
   return has_changed;
 }
 
+// Whether the unsharded parameters match the shards, as far as versions tell.
+bool Gatherer::is_current(Unit& unit) const {
+  if (unit.layout.is_identity() && unit.port.computes_inputs()) {
+    return unit.gather.inputs_version_ == unit.shard_version();
+  }
+  return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
+         (unit.bucket->gather.gathered_from_.valid &&
+          unit.gather.gathered_version_ == unit.shard_version());
+}
+
 // A captured graph must end in the stream that its capture began on. Later passes end there, too,
 // since a replay may follow them, also one of another model on these lanes: Note [graph capture] in
 // device/cuda_stream.cpp.
@@ -106,17 +119,7 @@ void Gatherer::join_capture() {
   streams_.order_after(device_.compute_stream(), last, kGatherStream);
 }
 
-// - Units
-
-// Whether the unsharded parameters match the shards, as far as versions tell.
-bool Gatherer::is_current(Unit& unit) const {
-  if (unit.layout.is_identity() && unit.port.computes_inputs()) {
-    return unit.gather.inputs_version_ == unit.shard_version();
-  }
-  return unit.layout.is_identity() || unit.layout.unsharded_bytes() == 0 ||
-         (unit.bucket->gather.gathered_from_.valid &&
-          unit.gather.gathered_version_ == unit.shard_version());
-}
+// - Gather
 
 bool Gatherer::unshard(Unit& unit, bool on_demand) {
   if (unit.gather.state_ == UnitState::Sharded && !start_unshard(unit, on_demand)) {
@@ -139,14 +142,14 @@ bool Gatherer::start_unshard(Unit& unit, bool on_demand) {
   const bool is_gathered = bucket.gather.slot_ != nullptr && bucket.gather.gathered_from_.valid &&
                            bucket.gather.gathered_from_.iteration == iteration_;
   if (!is_gathered || unit.gather.gathered_version_ != unit.shard_version()) {
-    Slot* slot = reacquire_slot(bucket);
+    Slot* slot = slots_.reacquire(bucket, iteration_);
     if (slot != nullptr) {
       ledger_.counters().reused_unshards += 1;
     } else {
       for (Unit* member : bucket.units) {
         compute_inputs(*member);  // first, since a user's function may raise
       }
-      slot = acquire_slot(bucket, on_demand);
+      slot = slots_.acquire(bucket, on_demand);
       note_issue(bucket, slot, on_demand);
       if (slot == nullptr) {
         return false;
@@ -181,31 +184,206 @@ void Gatherer::reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets)
   }
 }
 
-// A capture begins after all earlier work has ended, so it waits for captured streams only.
-template <typename Visit>
-void Gatherer::for_each_reader(const Slot& slot, const Visit& visit) {
-  const bool is_capturing = device_.is_capturing();
-  for (void* const handle : slot.read_on) {
-    Stream& stream = device_.stream_of(handle);
-    if (!is_capturing || stream.is_capturing()) {
-      visit(stream);
+// For all units of the bucket that are sharded. These units are speculative until they are used.
+void Gatherer::retain_slot(Bucket& bucket) {
+  for (Unit* unit : bucket.units) {
+    if (unit->gather.state_ == UnitState::Sharded) {
+      unit->gather.state_ = UnitState::Gathering;
+      unit->gather.is_speculative_ = true;
+      unit->gather.slot_ = bucket.gather.slot_;
+      bucket.gather.slot_->users += 1;
+      ledger_.counters().add_unsharded_unit();
     }
   }
 }
 
-// All readers wait for the last piece, because each stream may use any unit of the bucket later.
-void Gatherer::note_read(Unit& unit) {
-  Slot* const slot = unit.gather.slot_;
-  if (slot == nullptr || !note_stream(slot->read_on, device_.compute_stream()) ||
-      slot->read_on.size() == 1) {
+// Inputs of extensions are computed when shards are cast: once an iteration, and again if shards
+// have changed. They overwrite the inputs that the bucket's last gather reads, so they wait for it.
+void Gatherer::compute_inputs(Unit& unit) {
+  if (!unit.port.computes_inputs()) {
     return;
   }
-  const GatherSource& source = unit.bucket->gather.source();
-  for_each_reader(*slot, [&source](Stream& stream) {
-    const GatherPiece& last = source.last_piece();
-    stream.wait(*last.gathered, source.label);
-  });
+  const std::uint64_t version = unit.shard_version();
+  if (unit.gather.inputs_iteration_ == iteration_ && unit.gather.inputs_version_ == version) {
+    return;
+  }
+  const GatherSource& source = unit.bucket->gather.all_ranks_;
+  device_.compute_stream().wait(*source.last_piece().gathered, source.label);
+  unit.port.compute_inputs();
+  streams_.follow_compute();
+  unit.gather.inputs_iteration_ = iteration_;
+  unit.gather.inputs_version_ = version;
 }
+
+void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
+  const UnitLayout& layout = bucket.layout;
+  bool has_changed = false;  // since the iteration began
+  bucket.gather.gathered_from_ = {iteration_, 0, true};
+  for (Unit* unit : bucket.units) {
+    const std::uint64_t version = unit->shard_version();
+    bucket.gather.gathered_from_.version += version;
+    has_changed = has_changed || version != unit->gather.followed_version_;
+    unit->gather.followed_version_ = version;
+    if (unit->gather.state_ ==
+        UnitState::Sharded) {  // others keep the parameters of an earlier gather
+      unit->gather.gathered_version_ = version;
+    }
+  }
+  const bool has_kept = bucket.gather.group_ != nullptr &&
+                        bucket.gather.group_->kept_from.matches(bucket.gather.gathered_from_);
+  bucket.gather.source_ = has_kept ? &bucket.gather.group_->source : &bucket.gather.all_ranks_;
+  if (has_changed) {
+    streams_.follow_compute();
+  }
+  Stream& stream = streams_.messages();
+  if (layout.world_size() == 1) {
+    const GatherPiece& whole = bucket.gather.all_ranks_.pieces.front();
+    const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
+    packer_.cast(stream, whole.cast_plan, nullptr, bucket.flat_shard(), slot.data(), 1.0);
+    ledger_.counters().copied_bytes += layout.shard_bytes() + layout.gather_bytes();
+    stream.record(*whole.gathered);
+  } else {
+    gather_from_ranks(bucket, slot);
+  }
+  bucket.gather.issue_.refused = 0;
+  bucket.gather.is_unused_ = true;
+}
+
+// See Note [gather inputs] and Note [pieces].
+void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
+  const UnitLayout& layout = bucket.layout;
+  const bool in_pieces = bucket.gather.is_in_pieces();
+  const bool in_place = gathers_in_place(bucket);
+  const bool casts = layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+                     (in_place || !bucket.gather.cast_from_.matches(bucket.gather.gathered_from_));
+  const GatherSource& source = bucket.gather.source();
+  const Range range(device_, bucket.ranges.all_gather, source.bytes);
+  order_before_gather(bucket);
+  Stream& before = streams_.before(in_pieces);
+  Stream& after = streams_.after(in_pieces);
+  if (in_place) {
+    streams_.order_after(before, streams_.messages(), source.label);  // which wait for the slot
+  }
+  for (std::size_t i = 0; i < source.pieces.size(); ++i) {
+    const GatherPiece& piece = source.pieces[i];
+    const bool uses_half = in_pieces && piece.plan.packed_bytes > 0;
+    const Output output{static_cast<char*>(slot.data()),
+                        in_pieces ? staging_.half_of(i) : staging_.data()};
+    if (uses_half) {
+      staging_.wait_for_half(in_place ? before : streams_.messages(), i, source.label);
+    }
+    if (casts) {
+      cast(bucket, piece, output, before);
+      streams_.order_after(streams_.messages(), before, source.label);
+    }
+    gather_piece(bucket, i, output);
+    if (uses_half) {
+      staging_.release_half(after, i);
+    }
+    after.record(*piece.gathered);
+  }
+  if (casts) {
+    ledger_.counters().copied_bytes += layout.shard_bytes() + layout.gather_bytes();
+    bucket.gather.cast_from_ = bucket.gather.gathered_from_;
+  }
+}
+
+void Gatherer::order_before_gather(const Bucket& bucket) {
+  if (bucket.gather.is_in_pieces()) {
+    // Casts overwrite a kept input, which the bucket's last gather has read.
+    Stream& before = streams_.before(/*in_pieces=*/true);
+    streams_.order_after_compute(before);
+    before.wait(*bucket.gather.all_ranks_.last_piece().gathered, bucket.gather.all_ranks_.label);
+  } else if (streams_.is_any_in_pieces() &&
+             bucket.gather.source().pieces.front().plan.packed_bytes > 0) {
+    staging_.wait_for_both(streams_.messages(), bucket.gather.source().label);
+  }
+}
+
+// See Note [gather plans].
+void Gatherer::gather_piece(const Bucket& bucket, std::size_t number, const Output& output) {
+  const GatherPiece& piece = bucket.gather.source().pieces[number];
+  send(bucket, number, output);
+  Stream& after = streams_.after(bucket.gather.is_in_pieces());
+  streams_.order_after(after, streams_.messages(), bucket.gather.source().label);
+  if (piece.plan.packed_bytes > 0) {
+    const Timed timed(ledger_, after, Work::Unpack, bucket.numbers());
+    packer_.unpack(after, piece.plan.unpack, output.staging, output.slot);
+    ledger_.counters().copied_bytes +=
+        2 * piece.plan.packed_bytes * static_cast<std::size_t>(piece.plan.unpack.world_size);
+  }
+}
+
+void Gatherer::send(const Bucket& bucket, std::size_t number, const Output& output) {
+  const GatherSource& source = bucket.gather.source();
+  const GatherPiece& piece = source.pieces[number];
+  Stream& stream = streams_.messages();
+  const Sending sending =
+      announcer_.announce(bucket, {source.op, lane_, source.communicator, source.label, number,
+                                   piece.bytes, DType::Bytes, bucket.gather.issue_});
+  UserCollective* const hook = gather_hook_of(bucket);
+  set_parts(bucket, piece.plan, output);
+  if (hook == nullptr && parts_.size() > 1) {
+    source.communicator.all_gather_parts(stream, parts_);
+    return;
+  }
+  for (const GatherPart& part : parts_) {
+    if (hook != nullptr) {
+      gather_by_hook(*hook, stream, bucket.layout, piece.part, part);
+    } else {
+      source.communicator.all_gather(stream, part.input, part.output, part.bytes);
+    }
+  }
+}
+
+// Sets the messages of a piece.
+void Gatherer::set_parts(const Bucket& bucket, const GatherPlan& plan, const Output& output) {
+  const GatherSource& source = bucket.gather.source();
+  const auto rank = static_cast<std::size_t>(source.communicator.rank());
+  const bool in_place = gathers_in_place(bucket);
+  const auto* const inputs = static_cast<const char*>(input_of(bucket));
+  const auto add = [&](std::size_t offset, char* into, std::size_t bytes) {
+    parts_.push_back({in_place ? into + rank * bytes : inputs + offset, into, bytes});
+  };
+  parts_.clear();
+  for (const GatherMessage& message : plan.direct) {
+    add(message.source_offset, output.slot + message.destination_offset, message.bytes);
+  }
+  if (plan.packed_bytes > 0) {
+    add(plan.packed_offset, output.staging, plan.packed_bytes);
+  }
+}
+
+// The memory that the bucket's messages are sent from, unless they are gathered in place.
+const void* Gatherer::input_of(const Bucket& bucket) {
+  return bucket.gather.source().is_of_group() ? bucket.gather.group_->memory.get()
+         : bucket.layout.needs_cast()         ? bucket.gather.input_.get()
+                                              : bucket.flat_shard();
+}
+
+// Whether shards are cast into their place in the output.
+bool Gatherer::gathers_in_place(const Bucket& bucket) {
+  return bucket.layout.needs_cast() && !bucket.gather.source().is_of_group() &&
+         bucket.gather.input_ == nullptr;
+}
+
+void Gatherer::cast(const Bucket& bucket, const GatherPiece& piece, const Output& output,
+                    Stream& stream) {
+  const Timed timed(ledger_, stream, Work::Cast, bucket.numbers());
+  const void* const shard = bucket.flat_shard();
+  if (!gathers_in_place(bucket)) {
+    packer_.cast(stream, piece.cast_plan, nullptr, shard, bucket.gather.input_.get(), 1.0);
+    return;
+  }
+  if (!piece.cast_into_slot.entries.empty()) {
+    packer_.cast(stream, piece.cast_into_slot, nullptr, shard, output.slot, 1.0);
+  }
+  if (!piece.cast_into_staging.entries.empty()) {
+    packer_.cast(stream, piece.cast_into_staging, nullptr, shard, output.staging, 1.0);
+  }
+}
+
+// - Use and release
 
 bool Gatherer::attach(Unit& unit) {
   note_read(unit);
@@ -229,6 +407,44 @@ bool Gatherer::attach(Unit& unit) {
   }
   unit.gather.state_ = UnitState::Unsharded;
   return has_gather;
+}
+
+// Pieces arrive in order. The unit does not wait for pieces after its last one.
+void Gatherer::wait_for_gather(Unit& unit) {
+  Bucket& bucket = *unit.bucket;
+  const GatherSource& source = bucket.gather.source();
+  ledger_.wait(*source.last_piece(unit).gathered, source.label, Work::WaitForGather,
+               bucket.numbers());
+  if (UserCollective* const hook = gather_hook_of(bucket)) {
+    try {
+      hook->check();
+    } catch (...) {
+      discard_failed_gather(bucket);
+      throw;
+    }
+  }
+}
+
+// The slot's contents are unknown, so the next use gathers again.
+void Gatherer::discard_failed_gather(Bucket& bucket) {
+  invalidate(bucket);
+  for (Unit* unit : bucket.units) {
+    if (unit->gather.state_ == UnitState::Gathering) {
+      reshard(*unit);
+    }
+  }
+}
+
+void Gatherer::invalidate(Bucket& bucket) {
+  bucket.gather.gathered_from_.valid = false;
+  bucket.gather.cast_from_.valid = false;
+  if (bucket.gather.group_ != nullptr) {
+    bucket.gather.group_->kept_from.valid = false;
+  }
+  for (Unit* unit : bucket.units) {
+    unit->gather.inputs_iteration_ = 0;
+  }
+  streams_.follow_compute();  // no version tells that the shards have changed
 }
 
 void Gatherer::reshard(Unit& unit) {
@@ -257,7 +473,8 @@ void Gatherer::reshard(Unit& unit) {
   }
   slot->users -= 1;
   if (slot->users == 0) {
-    release_slot(*slot, *unit.bucket);
+    keep_group_shard(*unit.bucket, *slot);
+    slots_.release(*slot, *unit.bucket);
   }
 }
 
@@ -267,242 +484,6 @@ void Gatherer::reshard_speculative(Bucket& bucket) {
       reshard(*unit);
     }
   }
-}
-
-// - Slots
-
-// See Note [lazy reshard]. What a slot contains of the bucket is of its newest gather, which
-// `gathered_from_` describes.
-Slot* Gatherer::reacquire_slot(Bucket& bucket) {
-  const ShardStamp now{iteration_, version_of(bucket), true};
-  if (bucket.gather.slot_ != nullptr || !bucket.gather.gathered_from_.matches(now)) {
-    return nullptr;
-  }
-  if (bucket.gather.persistent_slot_ != nullptr) {
-    const bool is_whole = bucket.gather.persistent_slot_->contents == bucket.number &&
-                          bucket.gather.persistent_slot_->users == 0;
-    return is_whole ? bucket.gather.persistent_slot_.get() : nullptr;
-  }
-  return ring_->reacquire(bucket.number);
-}
-
-Slot* Gatherer::acquire_slot(Bucket& bucket, bool on_demand) {
-  if (!bucket.units.front()->reshard_after_forward) {
-    if (Slot* slot = acquire_persistent_slot(bucket)) {
-      return slot;
-    }
-  } else if (Slot* slot = acquire_in_ring(bucket, on_demand)) {
-    return slot;
-  }
-  if (!on_demand) {
-    return nullptr;
-  }
-  ledger_.counters().overflow_slots += 1;
-  Slot* slot = ring_->acquire_overflow(bucket.number, bucket.buffers.slot);
-  streams_.follow_compute();
-  return slot;
-}
-
-// On demand, prefetched buckets make room, one after the other.
-Slot* Gatherer::acquire_in_ring(const Bucket& bucket, bool on_demand) {
-  const auto acquire = [&] {
-    return ring_->try_acquire(bucket.number, bucket.buffers.slot, streams_.messages(),
-                              bucket.gather.all_ranks_.label);
-  };
-  Slot* slot = acquire();
-  if (!on_demand || bucket.buffers.slot > ring_->plan().bytes) {
-    return slot;
-  }
-  for (auto other = buckets_->begin(); slot == nullptr && other != buckets_->end(); ++other) {
-    if (has_reclaimable_slot(**other)) {
-      abandon_gather(**other);
-      slot = acquire();
-    }
-  }
-  return slot;
-}
-
-// Null while a unit still uses the parameters that an earlier gather put there.
-Slot* Gatherer::acquire_persistent_slot(Bucket& bucket) {
-  if (bucket.gather.persistent_slot_ == nullptr) {
-    make_persistent_slot(bucket, bucket.gather.all_ranks_.communicator.allocate_alone(
-                                     device_, bucket.buffers.slot, BufferUse::Output));
-    streams_.follow_compute();
-  }
-  if (bucket.gather.persistent_slot_->users > 0) {
-    return nullptr;
-  }
-  streams_.messages().wait(*bucket.gather.persistent_slot_->released,
-                           bucket.gather.all_ranks_.label);  // Note [slot lifetime]
-  bucket.gather.persistent_slot_->contents = bucket.number;
-  return bucket.gather.persistent_slot_.get();
-}
-
-// Whether all users of the bucket's slot in the ring were prefetched and not used yet.
-bool Gatherer::has_reclaimable_slot(const Bucket& bucket) const {
-  const Slot* slot = bucket.gather.slot_;
-  if (slot == nullptr || slot == bucket.gather.persistent_slot_.get() || slot->is_overflow) {
-    return false;
-  }
-  const auto speculative =
-      std::count_if(bucket.units.begin(), bucket.units.end(), [slot](const Unit* unit) {
-        return unit->gather.is_speculative_ && unit->gather.slot_ == slot;
-      });
-  return speculative == slot->users;
-}
-
-// The next gather into the slot starts after this one, and after reads of the compute stream by
-// units that were resharded before.
-void Gatherer::abandon_gather(Bucket& bucket) {
-  Slot& slot = *bucket.gather.slot_;
-  for (Unit* unit : bucket.units) {
-    if (unit->gather.slot_ == &slot) {
-      unit->gather.slot_ = nullptr;
-      unit->gather.state_ = UnitState::Sharded;
-      unit->gather.is_speculative_ = false;
-      ledger_.counters().remove_unsharded_unit();
-    }
-  }
-  bucket.gather.slot_ = nullptr;
-  ledger_.counters().remove_unsharded_bytes(bucket.layout.unsharded_bytes());
-  if (bucket.gather.is_in_pieces()) {
-    const GatherSource& source = bucket.gather.source();
-    streams_.messages().wait(*source.last_piece().gathered, source.label);
-  }
-  slot.users = 0;
-  count_if_dropped(bucket);
-  follow_readers(slot, bucket);
-  ring_->release(slot, device_.compute_stream(), /*keeps_contents=*/false);
-}
-
-// For all units of the bucket that are sharded. These units are speculative until they are used.
-void Gatherer::retain_slot(Bucket& bucket) {
-  for (Unit* unit : bucket.units) {
-    if (unit->gather.state_ == UnitState::Sharded) {
-      unit->gather.state_ = UnitState::Gathering;
-      unit->gather.is_speculative_ = true;
-      unit->gather.slot_ = bucket.gather.slot_;
-      bucket.gather.slot_->users += 1;
-      ledger_.counters().add_unsharded_unit();
-    }
-  }
-}
-
-// See Note [slot lifetime].
-void Gatherer::follow_readers(Slot& slot, const Bucket& bucket) {
-  Stream& compute = device_.compute_stream();
-  const bool is_only_reader =
-      slot.read_on.size() == 1 && slot.read_on.front() == compute.native_handle();
-  if (!is_only_reader) {
-    for_each_reader(slot, [&](Stream& stream) {
-      if (stream.native_handle() != compute.native_handle()) {
-        streams_.order_after(compute, stream, bucket.gather.source().label);
-      }
-    });
-  }
-  slot.read_on.clear();
-}
-
-void Gatherer::count_if_dropped(Bucket& bucket) {
-  if (std::exchange(bucket.gather.is_unused_, false)) {
-    ledger_.counters().dropped_gathers += 1;
-  }
-}
-
-void Gatherer::release_slot(Slot& slot, Bucket& bucket) {
-  follow_readers(slot, bucket);
-  Stream& compute = device_.compute_stream();
-  ledger_.counters().remove_unsharded_bytes(bucket.layout.unsharded_bytes());
-  slot.released_after = ledger_.last_compute_moment();
-  bool keeps_contents =
-      bucket.gather.slot_ == &slot;  // else the bucket was gathered again elsewhere
-  const bool copies = keeps_contents && keep_group_shard(bucket, slot);
-  const GroupShard* const group = bucket.gather.group_.get();
-  // An earlier release may have issued a copy, too, before slots were poisoned.
-  if (group != nullptr && (poison_ || (copies && slot.is_overflow))) {
-    compute.wait(*group->kept, group->source.label);
-  }
-  if (keeps_contents) {
-    count_if_dropped(bucket);
-    bucket.gather.slot_ = nullptr;
-  }
-  if (poison_) {
-    device_.fill(compute, slot.data(), 0xff, slot.bytes);  // a NaN in every floating dtype
-    bucket.gather.gathered_from_.valid = bucket.gather.gathered_from_.valid && !keeps_contents;
-    keeps_contents = false;
-  }
-  if (&slot == bucket.gather.persistent_slot_.get()) {
-    compute.record(*slot.released);
-    slot.contents = keeps_contents ? bucket.number : Slot::kNobody;
-  } else {
-    ring_->release(slot, compute, keeps_contents);
-  }
-}
-
-// - Group shards
-
-void Gatherer::keep_for_backward(Unit& unit) {
-  if (unit.bucket->gather.group_ != nullptr) {
-    unit.bucket->gather.group_->is_due = true;
-  }
-}
-
-template <typename Visit>
-void Gatherer::for_each_group_shard(const Visit& visit) {
-  if (buckets_ == nullptr) {
-    return;
-  }
-  for (const auto& bucket : *buckets_) {
-    if (bucket->gather.group_ != nullptr) {
-      visit(*bucket->gather.group_);
-    }
-  }
-}
-
-void Gatherer::end_keeping() {
-  for_each_group_shard([](GroupShard& group) { group.is_due = false; });
-}
-
-void Gatherer::invalidate_group_shards() {
-  for_each_group_shard([](GroupShard& group) {
-    group.kept_from.valid = false;
-    group.is_due = false;
-  });
-}
-
-void Gatherer::invalidate(Bucket& bucket) {
-  bucket.gather.gathered_from_.valid = false;
-  bucket.gather.cast_from_.valid = false;
-  if (bucket.gather.group_ != nullptr) {
-    bucket.gather.group_->kept_from.valid = false;
-  }
-  for (Unit* unit : bucket.units) {
-    unit->gather.inputs_iteration_ = 0;
-  }
-  streams_.follow_compute();  // no version tells that the shards have changed
-}
-
-// Returns whether the message stream still has to make a copy. A gather that overwrites the slot,
-// or reads the kept copy, comes after it on that stream.
-bool Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
-  GroupShard* group = bucket.gather.group_.get();
-  if (group == nullptr || !std::exchange(group->is_due, false) ||
-      !bucket.gather.gathered_from_.valid ||
-      group->kept_from.matches(bucket.gather.gathered_from_)) {
-    return false;
-  }
-  Stream& stream = streams_.messages();
-  if (bucket.gather.is_in_pieces()) {
-    stream.wait(*bucket.gather.source().last_piece().gathered, bucket.gather.source().label);
-  }
-  {
-    const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
-    packer_.unpack(stream, group->keep_plan, slot.data(), group->memory.get());
-  }
-  ledger_.counters().copied_bytes += 2 * group->layout.gather_bytes();
-  stream.record(*group->kept);
-  group->kept_from = bucket.gather.gathered_from_;
-  return true;
 }
 
 }  // namespace fsdp

@@ -20,8 +20,8 @@
 #include <memory>
 #include <vector>
 
+#include "core/gather/gather_slots.h"
 #include "core/lanes.h"
-#include "core/memory/buffer_ring.h"
 #include "core/memory/pieces.h"
 #include "core/record/ledger.h"
 #include "core/units/bucket.h"
@@ -71,7 +71,7 @@ class Gatherer {
   bool attach(Unit& unit);
   // Notes that the current compute stream reads the unit's parameters: Note [slot lifetime]. If
   // other streams read the slot, too, all of them wait for the whole gather.
-  void note_read(Unit& unit);
+  void note_read(Unit& unit) { slots_.note_read(unit); }
   // Makes the unit sharded, from any state.
   void reshard(Unit& unit);
   // When the slot of the unit's bucket is released next, its contents are kept for backward, if the
@@ -86,13 +86,13 @@ class Gatherer {
   // Reshards the bucket's units that were prefetched and not used, which would retain its slot.
   void reshard_speculative(Bucket& bucket);
 
-  const BufferRing* ring() const { return ring_.get(); }
+  const BufferRing* ring() const { return slots_.ring(); }
   std::size_t staging_bytes() const { return staging_.bytes(); }
   bool keeps_inputs() const { return keeps_inputs_; }  // Note [gather inputs]
   // Forgets the issue times and refusals of the previous iteration.
   static void reset_issues(const std::vector<std::unique_ptr<Bucket>>& buckets);
   // For tests: fills slots with NaN at release, so that a use after release shows in results.
-  void set_poison_released_slots(bool value) { poison_ = value; }
+  void set_poison_released_slots(bool value) { slots_.set_poison_released(value); }
 
  private:
   // Where a piece's messages arrive: directly in the slot, or packed in the staging buffer.
@@ -104,22 +104,11 @@ class Gatherer {
   bool is_current(Unit& unit) const;
   bool start_unshard(Unit& unit, bool on_demand);
   void note_issue(Bucket& bucket, const Slot* slot, bool on_demand);
-  Slot* reacquire_slot(Bucket& bucket);
-  Slot* acquire_slot(Bucket& bucket, bool on_demand);
-  Slot* acquire_in_ring(const Bucket& bucket, bool on_demand);
-  Slot* acquire_persistent_slot(Bucket& bucket);
-  bool has_reclaimable_slot(const Bucket& bucket) const;
-  void abandon_gather(Bucket& bucket);
   void retain_slot(Bucket& bucket);
   template <typename Visit>
-  void for_each_reader(const Slot& slot, const Visit& visit);
-  void follow_readers(Slot& slot, const Bucket& bucket);
-  void wait_for_readers();
-  void count_if_dropped(Bucket& bucket);
-  void release_slot(Slot& slot, Bucket& bucket);
-  template <typename Visit>
   void for_each_group_shard(const Visit& visit);
-  bool keep_group_shard(Bucket& bucket, const Slot& slot);
+  // Call it before the bucket releases the slot.
+  void keep_group_shard(Bucket& bucket, const Slot& slot);
 
   void compute_inputs(Unit& unit);
   void gather_into(Bucket& bucket, Slot& slot);
@@ -131,8 +120,6 @@ class Gatherer {
   void set_parts(const Bucket& bucket, const GatherPlan& plan, const Output& output);
   void send(const Bucket& bucket, std::size_t number, const Output& output);
   void cast(const Bucket& bucket, const GatherPiece& piece, const Output& output, Stream& stream);
-  void allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory);
   void place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>& buckets);
   void allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
@@ -149,13 +136,11 @@ class Gatherer {
   const std::vector<std::unique_ptr<Bucket>>* buckets_ = nullptr;
   bool is_any_offloaded_ = false;
   bool has_been_captured_ = false;
-  std::unique_ptr<BufferRing> ring_;
+  GatherSlots slots_;
   HalvedBuffer staging_;  // rank-major
   bool keeps_inputs_ = true;
-  std::unique_ptr<Event> read_;    // recorded and waited for within wait_for_readers
   std::vector<GatherPart> parts_;  // of the message that is sent; kept for its memory
   std::uint64_t iteration_ = 0;
-  bool poison_ = false;
 };
 
 }  // namespace fsdp

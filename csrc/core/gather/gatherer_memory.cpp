@@ -1,4 +1,5 @@
-// The memory of the gatherer, which is planned between iterations: core/memory/memory_plan.h.
+// The memory of the gatherer: buffers, which are planned between iterations
+// (core/memory/memory_plan.h), and group shards.
 #include <algorithm>
 #include <utility>
 
@@ -16,10 +17,9 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   GatherMemory memory =
       plan_gathers(uses, slots, may_differ ? BucketSets{} : together, keeps_inputs);
   memory.any_in_pieces = lane_.most(memory.any_in_pieces ? 1 : 0, may_differ) > 0;
-  // Work in flight may still use the buffers of the previous plan. They are freed first, so that
-  // old and new buffers never exist together.
+  // Work in flight may still use the buffers of the previous plan. They are freed first, as the
+  // ring is in GatherSlots::plan, so that old and new buffers never exist together.
   synchronize();
-  ring_.reset();
   staging_.reset(nullptr, 0);
   if (may_differ) {
     memory.ring =
@@ -31,18 +31,9 @@ void Gatherer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets, 
   buckets_ = &buckets;
   is_any_offloaded_ = std::any_of(buckets.begin(), buckets.end(),
                                   [](const auto& bucket) { return bucket->layout.is_offloaded(); });
-  ring_ = std::make_unique<BufferRing>(
-      device_, [this](std::size_t bytes) { return lane_.allocate(bytes, BufferUse::Output); },
-      std::move(memory.ring));
+  slots_.plan(buckets, std::move(memory.ring));
   const std::size_t staging = memory.staging_bytes;
   staging_.reset(staging > 0 ? lane_.allocate(staging, BufferUse::Output) : nullptr, staging);
-  for (const auto& bucket : buckets) {
-    if (bucket->units.front()->reshard_after_forward &&
-        bucket->gather.persistent_slot_ != nullptr && bucket->gather.persistent_slot_->users == 0) {
-      bucket->gather.persistent_slot_.reset();
-    }
-  }
-  allocate_persistent_slots(buckets);
   allocate_group_shards(buckets);
   allocate_gather_inputs(buckets, memory, may_differ);
   place_shards(buckets);
@@ -61,23 +52,33 @@ void Gatherer::place_shards(const std::vector<std::unique_ptr<Bucket>>& buckets)
   lane_.place_in_windows(shards, BufferUse::Shard);
 }
 
-// A persistent slot is used from the next forward on, so ranks allocate and register it together,
-// while they plan memory.
-void Gatherer::allocate_persistent_slots(const std::vector<std::unique_ptr<Bucket>>& buckets) {
+// One allocation for all buckets, because each allocation is registered by itself. See Note [gather
+// inputs].
+void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
+                                      const GatherMemory& memory, bool may_differ) {
+  keeps_inputs_ = memory.keeps_inputs;
+  if (!keeps_inputs_) {
+    for (const auto& bucket : buckets) {
+      bucket->gather.input_.reset();
+    }
+    return;
+  }
+  const bool lacks_one = std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {
+    return bucket->buffers.gather_input > 0 && bucket->gather.input_ == nullptr;
+  });
+  if (lane_.most(lacks_one ? 1 : 0, may_differ) == 0) {
+    return;
+  }
+  const std::size_t bytes = lane_.most(memory.kept_input_bytes, may_differ);
+  const std::shared_ptr<void> all = lane_.allocate(bytes, BufferUse::Input);
+  auto* next = static_cast<char*>(all.get());
   for (const auto& bucket : buckets) {
-    if (!bucket->use().reshards_after_forward && bucket->buffers.slot > 0 &&
-        bucket->gather.persistent_slot_ == nullptr) {
-      make_persistent_slot(*bucket, bucket->gather.all_ranks_.communicator.allocate(
-                                        device_, bucket->buffers.slot, BufferUse::Output));
+    if (bucket->buffers.gather_input > 0) {
+      bucket->gather.input_ = std::shared_ptr<void>(all, next);
+      bucket->gather.cast_from_ = {};
+      next += align_up(bucket->buffers.gather_input, kRegionAlignment);
     }
   }
-}
-
-void Gatherer::make_persistent_slot(Bucket& bucket, std::shared_ptr<void> memory) {
-  bucket.gather.persistent_slot_ = std::make_unique<Slot>();
-  bucket.gather.persistent_slot_->bytes = bucket.buffers.slot;
-  bucket.gather.persistent_slot_->memory = std::move(memory);
-  bucket.gather.persistent_slot_->released = device_.new_event();
 }
 
 // One allocation for all buckets of a group, as for gather inputs.
@@ -110,32 +111,63 @@ void Gatherer::allocate_group_shards(const std::vector<std::unique_ptr<Bucket>>&
   }
 }
 
-// One allocation for all buckets, because each allocation is registered by itself. See Note [gather
-// inputs].
-void Gatherer::allocate_gather_inputs(const std::vector<std::unique_ptr<Bucket>>& buckets,
-                                      const GatherMemory& memory, bool may_differ) {
-  keeps_inputs_ = memory.keeps_inputs;
-  if (!keeps_inputs_) {
-    for (const auto& bucket : buckets) {
-      bucket->gather.input_.reset();
-    }
+// - Group shards
+
+void Gatherer::keep_for_backward(Unit& unit) {
+  if (unit.bucket->gather.group_ != nullptr) {
+    unit.bucket->gather.group_->is_due = true;
+  }
+}
+
+template <typename Visit>
+void Gatherer::for_each_group_shard(const Visit& visit) {
+  if (buckets_ == nullptr) {
     return;
   }
-  const bool lacks_one = std::any_of(buckets.begin(), buckets.end(), [](const auto& bucket) {
-    return bucket->buffers.gather_input > 0 && bucket->gather.input_ == nullptr;
+  for (const auto& bucket : *buckets_) {
+    if (bucket->gather.group_ != nullptr) {
+      visit(*bucket->gather.group_);
+    }
+  }
+}
+
+void Gatherer::end_keeping() {
+  for_each_group_shard([](GroupShard& group) { group.is_due = false; });
+}
+
+void Gatherer::invalidate_group_shards() {
+  for_each_group_shard([](GroupShard& group) {
+    group.kept_from.valid = false;
+    group.is_due = false;
   });
-  if (lane_.most(lacks_one ? 1 : 0, may_differ) == 0) {
+}
+
+// A gather that overwrites the slot, or reads the kept copy, comes after the copy on the stream of
+// the messages.
+void Gatherer::keep_group_shard(Bucket& bucket, const Slot& slot) {
+  GroupShard* group = bucket.gather.group_.get();
+  if (group == nullptr) {
     return;
   }
-  const std::size_t bytes = lane_.most(memory.kept_input_bytes, may_differ);
-  const std::shared_ptr<void> all = lane_.allocate(bytes, BufferUse::Input);
-  auto* next = static_cast<char*>(all.get());
-  for (const auto& bucket : buckets) {
-    if (bucket->buffers.gather_input > 0) {
-      bucket->gather.input_ = std::shared_ptr<void>(all, next);
-      bucket->gather.cast_from_ = {};
-      next += align_up(bucket->buffers.gather_input, kRegionAlignment);
+  const bool copies = bucket.gather.slot_ == &slot && std::exchange(group->is_due, false) &&
+                      bucket.gather.gathered_from_.valid &&
+                      !group->kept_from.matches(bucket.gather.gathered_from_);
+  if (copies) {
+    Stream& stream = streams_.messages();
+    if (bucket.gather.is_in_pieces()) {
+      stream.wait(*bucket.gather.source().last_piece().gathered, bucket.gather.source().label);
     }
+    {
+      const Timed timed(ledger_, stream, Work::Keep, bucket.numbers());
+      packer_.unpack(stream, group->keep_plan, slot.data(), group->memory.get());
+    }
+    ledger_.counters().copied_bytes += 2 * group->layout.gather_bytes();
+    stream.record(*group->kept);
+    group->kept_from = bucket.gather.gathered_from_;
+  }
+  // An earlier release may have issued a copy, too, before slots were poisoned.
+  if (slots_.poisons_released() || (copies && slot.is_overflow)) {
+    device_.compute_stream().wait(*group->kept, group->source.label);
   }
 }
 

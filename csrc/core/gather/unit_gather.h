@@ -52,6 +52,7 @@ class UnitGather {
 
  private:
   friend class Gatherer;
+  friend class GatherSlots;
 
   enum class PutAway : std::uint8_t { No, BetweenSteps, ByBackward };
 
