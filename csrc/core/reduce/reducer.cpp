@@ -1,6 +1,7 @@
 #include "core/reduce/reducer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 
 #include "core/reduce/user_collective.h"
@@ -43,6 +44,8 @@ Reducer::~Reducer() {
     replicas_->drain();
   }
 }
+
+// - Arrival and packing
 
 void Reducer::note_arrival(Bucket& bucket) {
   note_stream(bucket.reduction.arrived_on_, device_.compute_stream());
@@ -116,8 +119,6 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
   }
 }
 
-// - Packing
-
 // See Note [gradient lifetime].
 void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
@@ -140,33 +141,108 @@ void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
   }
 }
 
-// They are those of one bucket, whose event tells when all of them are packed.
-void Reducer::free_packed_gradients(bool measures_wait) {
-  if (packed_gradients_.empty()) {
-    return;
+void Reducer::accumulate(Bucket& bucket, const Units& units) {
+  const Range range(device_, bucket.ranges.accumulate);
+  bucket.reduction.accumulated_.allocate(device_);
+  streams_.follow_compute();
+  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
+  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+    pack(bucket, units, i, bucket.reduction.accumulated_.piece(i),
+         bucket.reduction.accumulated_.any());
   }
-  const Bucket& bucket = *packed_gradients_.front().bucket;
-  if (measures_wait) {
-    ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
-                 bucket.numbers());
-  } else {
-    device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
-  }
-  for (const PackedGradients& gradients : packed_gradients_) {
-    wait_for_packing(gradients, gradients.packed_by);
-    for (void* const stream : gradients.other_streams) {
-      wait_for_packing(gradients, stream);
-    }
-  }
-  packed_gradients_.clear();
+  before.record(*bucket.reduction.packed_);
+  bucket.reduction.accumulated_.add_arrived(units, packings_);
 }
 
-// See Note [gradients of several streams].
-void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
-  if (stream != device_.compute_stream().native_handle()) {
-    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
-                                   gradients.bucket->reduction.label);
+// - Reduction
+
+void Reducer::reduce(Bucket& bucket, const Units& units) {
+  check_updates(units);
+  finish_updates(/*most=*/1);
+  ensure_gradient_memory(bucket);
+  const bool in_place = prepare_finish(bucket, units);
+  const Range range(device_, bucket.ranges.reduce);
+  const Reduction reduction = begin_reduction(bucket, units, in_place);
+  void* const reduced = reduce_piece(reduction, 0);
+  for (std::size_t i = 1; i < bucket.reduction.pieces_.size(); ++i) {
+    reduce_piece(reduction, i);
   }
+  reduction.before.record(*bucket.reduction.packed_);
+  if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
+    apply_hook(reduction, reduced);
+  }
+  if (!scatters(reduction.route)) {  // its gradient was finished from the input
+    release_input(bucket, reduction.first_message);
+  }
+  set_sharded_gradients(bucket, units);
+  reset_accumulated(bucket, units);
+  end_reduction(reduction);
+}
+
+// The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
+// exists to add to, and it is registered as on the other ranks. Otherwise each parameter's chunk is
+// cast or added from the reduce output.
+bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
+  bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&
+                  units.size() == bucket.units.size() &&
+                  (!bucket.reduction.into_window_ || lane_.is_registered(bucket.flat_gradient()));
+  std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
+  std::fill(modes.begin(), modes.end(), CastMode::Skip);
+  for (Unit* unit : units) {
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      const bool is_shown = unit->port.has_sharded_gradient(i);
+      if (is_shown) {
+        unit->port.import_sharded_gradient(i);
+      }
+      // A second reduction in one backward adds to a gradient that only other ranks show so far.
+      const bool adds = is_shown || unit->gradients.is_reduced();
+      in_place = in_place && !adds;
+      const std::size_t at = unit->first_trainable + i;
+      modes[at] = adds ? CastMode::Add : CastMode::Write;
+      const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
+      unit->gradients.reduced_since_[i] = accumulated != 0                 ? accumulated
+                                          : unit->gradients.has_arrived(i) ? packings_
+                                                                           : kNoPacking;
+    }
+  }
+  return in_place;
+}
+
+Reducer::Route Reducer::route_of(const Bucket& bucket) const {
+  const bool has_replicas = replicas_ != nullptr;
+  if (bucket.layout.world_size() > 1) {
+    return has_replicas ? Route::ScatterAndSum : Route::Scatter;
+  }
+  return has_replicas ? Route::Sum : Route::Local;
+}
+
+Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
+  const Route route = route_of(bucket);
+  const bool reads_whole = units.front()->reduce_hook != nullptr && bucket.reduction.is_in_pieces();
+  const Into into = in_place || route == Route::Local ? Into::FlatGradient
+                    : reads_whole                     ? Into::WholeOutput
+                                                      : Into::HalfOfOutput;
+  if (into != Into::FlatGradient) {
+    prepare_output(reads_whole ? bucket.buffers.reduce_output : 0);
+  }
+  std::size_t& messages = bucket.mesh == nullptr ? messages_ : messages_of_other_meshes_;
+  const std::size_t first_message = messages;
+  messages += bucket.reduction.pieces_.size();
+  Issue issue;
+  if (ledger_.has_times()) {
+    issue.at = host_clock::now();
+    issue.possible = ledger_.mark_compute();
+  }
+  streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
+  if (halves_output() && into == Into::FlatGradient) {
+    streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
+  } else if (into == Into::WholeOutput) {
+    output_.wait_for_both(streams_.messages(), bucket.reduction.label);
+  }
+  Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
+  Stream& after = sums(route) ? replicas_->stream()
+                              : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
+  return {bucket, units, route, in_place, into, first_message, issue, before, after};
 }
 
 // Returns the stream that packs the bucket, ordered after the compute stream. If it packs into the
@@ -180,6 +256,39 @@ Stream& Reducer::begin_packing(const Bucket& bucket, bool into_accumulated) {
     }
   }
   return before;
+}
+
+void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
+  Bucket& bucket = reduction.bucket;
+  const std::size_t half = reduction.first_message + number;
+  if (reduction.into == Into::HalfOfOutput && halves_output()) {
+    output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
+  }
+  void* input = input_of(reduction, number);
+  if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
+    input_.wait_for_half(reduction.before, half, bucket.reduction.label);
+  }
+  pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
+  void* const reduced = sum(reduction, number, input);
+  const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
+  if (reduced != place_in(bucket.flat_gradient(), bucket, number) && !has_hook) {
+    streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+    finish(reduction, number, reduced);
+  }
+  return reduced;
+}
+
+void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
+  const Bucket& bucket = reduction.bucket;
+  if (bucket.reduction.accumulated_.any()) {
+    return bucket.reduction.accumulated_.piece(piece);
+  }
+  const bool is_summed_in_place =
+      reduction.route == Route::Sum || (reduction.route == Route::Local && reduction.in_place);
+  if (is_summed_in_place) {
+    return output_of(reduction, piece);  // pack writes the output or the flat gradient
+  }
+  return packs_apart(bucket) ? input_.half_of(reduction.first_message + piece) : input_.data();
 }
 
 void Reducer::pack(Bucket& bucket, const Units& units, std::size_t number, void* destination,
@@ -220,112 +329,6 @@ const void* const* Reducer::gradients_of(Bucket& bucket, const ReducePiece& piec
     bucket.reduction.gradients_of_dtype_[i] = has_dtype ? gradients[i] : nullptr;
   }
   return bucket.reduction.gradients_of_dtype_.data();
-}
-
-// The messages issued so far are the last to read the piece's input.
-void Reducer::release_input(const Bucket& bucket, std::size_t half) {
-  if (packs_apart(bucket)) {
-    input_.release_half(streams_.messages(), half);
-  } else if (packs_ahead_ || streams_.is_any_in_pieces()) {
-    input_.release_both(streams_.messages());
-  }
-}
-
-// - Reduction
-
-void Reducer::reduce(Bucket& bucket, const Units& units) {
-  check_updates(units);
-  finish_updates(/*most=*/1);
-  ensure_gradient_memory(bucket);
-  const bool in_place = prepare_finish(bucket, units);
-  const Range range(device_, bucket.ranges.reduce);
-  const Reduction reduction = begin_reduction(bucket, units, in_place);
-  void* const reduced = reduce_piece(reduction, 0);
-  for (std::size_t i = 1; i < bucket.reduction.pieces_.size(); ++i) {
-    reduce_piece(reduction, i);
-  }
-  reduction.before.record(*bucket.reduction.packed_);
-  if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
-    apply_hook(reduction, reduced);
-  }
-  if (!scatters(reduction.route)) {  // its gradient was finished from the input
-    release_input(bucket, reduction.first_message);
-  }
-  set_sharded_gradients(bucket, units);
-  reset_accumulated(bucket, units);
-  end_reduction(reduction);
-}
-
-// Parameters without a gradient on this rank may have one on another:
-// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
-void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
-  for (Unit* unit : units) {
-    unit->gradients.is_reduced_ = true;
-    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
-      const bool gets_zeros = unit->reduces_unused && !unit->gradients.is_frozen(i);
-      if (gets_zeros || has_gradient(bucket, *unit, i)) {
-        unit->gradients.used_[i] = 1;
-        unit->port.set_sharded_gradient(i);
-      }
-    }
-  }
-}
-
-Reducer::Route Reducer::route_of(const Bucket& bucket) const {
-  const bool has_replicas = replicas_ != nullptr;
-  if (bucket.layout.world_size() > 1) {
-    return has_replicas ? Route::ScatterAndSum : Route::Scatter;
-  }
-  return has_replicas ? Route::Sum : Route::Local;
-}
-
-Reducer::Reduction Reducer::begin_reduction(Bucket& bucket, const Units& units, bool in_place) {
-  const Route route = route_of(bucket);
-  const bool reads_whole = units.front()->reduce_hook != nullptr && bucket.reduction.is_in_pieces();
-  const Into into = in_place || route == Route::Local ? Into::FlatGradient
-                    : reads_whole                     ? Into::WholeOutput
-                                                      : Into::HalfOfOutput;
-  if (into != Into::FlatGradient) {
-    prepare_output(reads_whole ? bucket.buffers.reduce_output : 0);
-  }
-  std::size_t& messages = bucket.mesh == nullptr ? messages_ : messages_of_other_meshes_;
-  const std::size_t first_message = messages;
-  messages += bucket.reduction.pieces_.size();
-  Issue issue;
-  if (ledger_.has_times()) {
-    issue.at = host_clock::now();
-    issue.possible = ledger_.mark_compute();
-  }
-  streams_.follow_compute();  // after all allocations: Note [memory and the compute stream]
-  if (halves_output() && into == Into::FlatGradient) {
-    streams_.messages().wait(*bucket.reduction.reduced_, bucket.reduction.label);
-  } else if (into == Into::WholeOutput) {
-    output_.wait_for_both(streams_.messages(), bucket.reduction.label);
-  }
-  Stream& before = begin_packing(bucket, bucket.reduction.accumulated_.any());
-  Stream& after = sums(route) ? replicas_->stream()
-                              : streams_.after(bucket.reduction.is_in_pieces() && !in_place);
-  return {bucket, units, route, in_place, into, first_message, issue, before, after};
-}
-
-void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
-  Bucket& bucket = reduction.bucket;
-  const std::size_t half = reduction.first_message + number;
-  if (reduction.into == Into::HalfOfOutput && halves_output()) {
-    output_.wait_for_half(streams_.messages(), half, bucket.reduction.label);
-  }
-  void* input = input_of(reduction, number);
-  if (packs_apart(bucket) && !bucket.reduction.accumulated_.any()) {
-    input_.wait_for_half(reduction.before, half, bucket.reduction.label);
-  }
-  pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
-  void* const reduced = sum(reduction, number, input);
-  const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
-  if (reduced != place_in(bucket.flat_gradient(), bucket, number) && !has_hook) {
-    streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
-    finish(reduction, number, reduced);
-  }
-  return reduced;
 }
 
 // Returns where the sum is.
@@ -369,6 +372,23 @@ void Reducer::send(const Reduction& reduction, std::size_t number, void* input) 
   }
 }
 
+// Has a hook send the message in place of the transport, if the unit has one: Note [communication
+// hooks], and for a reduce-scatter, which has an input, Note [custom collectives].
+bool Reducer::send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
+                           std::size_t numel) {
+  const Unit& unit = *reduction.units.front();
+  const bool scatters = input != nullptr && unit.communication_hook == nullptr;
+  UserCollective* const hook = scatters ? unit.scatter_hook.get() : unit.communication_hook.get();
+  if (hook == nullptr) {
+    return false;
+  }
+  const UnitLayout& layout = reduction.bucket.layout;
+  const std::size_t input_numel =
+      input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
+  hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
+  return true;
+}
+
 // See Note [replicas].
 void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) {
   const Bucket& bucket = reduction.bucket;
@@ -388,93 +408,45 @@ void Reducer::sum_over_replicas(const Reduction& reduction, std::size_t number) 
   }
 }
 
-// Has a hook send the message in place of the transport, if the unit has one: Note [communication
-// hooks], and for a reduce-scatter, which has an input, Note [custom collectives].
-bool Reducer::send_by_hook(const Reduction& reduction, Stream& stream, void* input, void* output,
-                           std::size_t numel) {
-  const Unit& unit = *reduction.units.front();
-  const bool scatters = input != nullptr && unit.communication_hook == nullptr;
-  UserCollective* const hook = scatters ? unit.scatter_hook.get() : unit.communication_hook.get();
-  if (hook == nullptr) {
-    return false;
-  }
+// Copies one rank's accumulated gradients, because other units of the bucket may go on accumulating
+// in `input`.
+void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   const UnitLayout& layout = reduction.bucket.layout;
-  const std::size_t input_numel =
-      input == nullptr ? 0 : numel * static_cast<std::size_t>(layout.world_size());
-  hook->issue(stream, {output, numel, layout.reduce_dtype(), input, input_numel});
-  return true;
+  void* const output = output_of(reduction, 0);  // one rank sends no pieces
+  if (input == output) {
+    return;
+  }
+  const Move move{input, output,
+                  static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype())};
+  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
+  ledger_.counters().copied_bytes += 2 * move.bytes;
 }
 
-// Note [reduce hooks] in core/reduce/user_collective.h. `reduced` is this rank's segment of the
-// whole bucket.
-void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
-  Bucket& bucket = reduction.bucket;
-  const Unit& unit = *reduction.units.front();
-  const DType dtype = bucket.layout.reduce_dtype();
-  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
-  unit.reduce_hook->issue(reduction.after,
-                          {static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
-                           static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
-  if (reduced != bucket.flat_gradient()) {
-    for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
-      finish(reduction, i, place_in(reduced, bucket, i));
-    }
+char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {
+  switch (reduction.into) {
+    case Into::FlatGradient:
+      return place_in(reduction.bucket.flat_gradient(), reduction.bucket, piece);
+    case Into::WholeOutput:
+      return place_in(output_.data(), reduction.bucket, piece);
+    case Into::HalfOfOutput:
+      break;
   }
+  return halves_output() ? output_.half_of(reduction.first_message + piece) : output_.data();
 }
 
-void Reducer::end_reduction(const Reduction& reduction) {
-  Bucket& bucket = reduction.bucket;
-  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
-  reduction.after.record(*bucket.reduction.reduced_);
-  if (reduction.into == Into::WholeOutput) {
-    output_.release_both(reduction.after);
-  }
-  bucket.reduction.is_pending_ = true;
-  update(reduction);
+// `segment` is one rank's, of the whole bucket, in reduce_dtype.
+char* Reducer::place_in(void* segment, const Bucket& bucket, std::size_t piece) {
+  const auto offset = static_cast<std::size_t>(bucket.reduction.pieces_[piece].first_gradient);
+  return static_cast<char*>(segment) + offset * itemsize(bucket.layout.reduce_dtype());
 }
 
-// - The reduce input and output, and the copy into the flat gradient
-
-void* Reducer::input_of(const Reduction& reduction, std::size_t piece) {
-  const Bucket& bucket = reduction.bucket;
-  if (bucket.reduction.accumulated_.any()) {
-    return bucket.reduction.accumulated_.piece(piece);
+// The messages issued so far are the last to read the piece's input.
+void Reducer::release_input(const Bucket& bucket, std::size_t half) {
+  if (packs_apart(bucket)) {
+    input_.release_half(streams_.messages(), half);
+  } else if (packs_ahead_ || streams_.is_any_in_pieces()) {
+    input_.release_both(streams_.messages());
   }
-  const bool is_summed_in_place =
-      reduction.route == Route::Sum || (reduction.route == Route::Local && reduction.in_place);
-  if (is_summed_in_place) {
-    return output_of(reduction, piece);  // pack writes the output or the flat gradient
-  }
-  return packs_apart(bucket) ? input_.half_of(reduction.first_message + piece) : input_.data();
-}
-
-// The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
-// exists to add to, and it is registered as on the other ranks. Otherwise each parameter's chunk is
-// cast or added from the reduce output.
-bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
-  bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&
-                  units.size() == bucket.units.size() &&
-                  (!bucket.reduction.into_window_ || lane_.is_registered(bucket.flat_gradient()));
-  std::vector<CastMode>& modes = bucket.reduction.finish_modes_;
-  std::fill(modes.begin(), modes.end(), CastMode::Skip);
-  for (Unit* unit : units) {
-    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
-      const bool is_shown = unit->port.has_sharded_gradient(i);
-      if (is_shown) {
-        unit->port.import_sharded_gradient(i);
-      }
-      // A second reduction in one backward adds to a gradient that only other ranks show so far.
-      const bool adds = is_shown || unit->gradients.is_reduced();
-      in_place = in_place && !adds;
-      const std::size_t at = unit->first_trainable + i;
-      modes[at] = adds ? CastMode::Add : CastMode::Write;
-      const std::uint64_t accumulated = bucket.reduction.accumulated_.since(*unit, i);
-      unit->gradients.reduced_since_[i] = accumulated != 0                 ? accumulated
-                                          : unit->gradients.has_arrived(i) ? packings_
-                                                                           : kNoPacking;
-    }
-  }
-  return in_place;
 }
 
 void Reducer::finish(const Reduction& reduction, std::size_t number, const void* output) {
@@ -497,22 +469,89 @@ void Reducer::finish(const Reduction& reduction, std::size_t number, const void*
   }
 }
 
-char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {
-  switch (reduction.into) {
-    case Into::FlatGradient:
-      return place_in(reduction.bucket.flat_gradient(), reduction.bucket, piece);
-    case Into::WholeOutput:
-      return place_in(output_.data(), reduction.bucket, piece);
-    case Into::HalfOfOutput:
-      break;
+// Note [reduce hooks] in core/reduce/user_collective.h. `reduced` is this rank's segment of the
+// whole bucket.
+void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
+  Bucket& bucket = reduction.bucket;
+  const Unit& unit = *reduction.units.front();
+  const DType dtype = bucket.layout.reduce_dtype();
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+  unit.reduce_hook->issue(reduction.after,
+                          {static_cast<char*>(reduced) + unit.gradient_offset * itemsize(dtype),
+                           static_cast<std::size_t>(unit.layout.grad_numel()), dtype});
+  if (reduced != bucket.flat_gradient()) {
+    for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
+      finish(reduction, i, place_in(reduced, bucket, i));
+    }
   }
-  return halves_output() ? output_.half_of(reduction.first_message + piece) : output_.data();
 }
 
-// `segment` is one rank's, of the whole bucket, in reduce_dtype.
-char* Reducer::place_in(void* segment, const Bucket& bucket, std::size_t piece) {
-  const auto offset = static_cast<std::size_t>(bucket.reduction.pieces_[piece].first_gradient);
-  return static_cast<char*>(segment) + offset * itemsize(bucket.layout.reduce_dtype());
+// Parameters without a gradient on this rank may have one on another:
+// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
+void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
+  for (Unit* unit : units) {
+    unit->gradients.is_reduced_ = true;
+    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
+      const bool gets_zeros = unit->reduces_unused && !unit->gradients.is_frozen(i);
+      if (gets_zeros || has_gradient(bucket, *unit, i)) {
+        unit->gradients.used_[i] = 1;
+        unit->port.set_sharded_gradient(i);
+      }
+    }
+  }
+}
+
+// Other units keep their accumulated gradients.
+void Reducer::reset_accumulated(Bucket& bucket, const Units& units) {
+  if (!bucket.reduction.accumulated_.any()) {
+    return;
+  }
+  bucket.reduction.accumulated_.reset(device_, streams_.messages(), units);
+  if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
+    input_.release_both(streams_.messages());
+  }
+}
+
+void Reducer::end_reduction(const Reduction& reduction) {
+  Bucket& bucket = reduction.bucket;
+  streams_.order_after(reduction.after, streams_.messages(), bucket.reduction.label);
+  reduction.after.record(*bucket.reduction.reduced_);
+  if (reduction.into == Into::WholeOutput) {
+    output_.release_both(reduction.after);
+  }
+  bucket.reduction.is_pending_ = true;
+  update(reduction);
+}
+
+// - After packing
+
+// They are those of one bucket, whose event tells when all of them are packed.
+void Reducer::free_packed_gradients(bool measures_wait) {
+  if (packed_gradients_.empty()) {
+    return;
+  }
+  const Bucket& bucket = *packed_gradients_.front().bucket;
+  if (measures_wait) {
+    ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
+                 bucket.numbers());
+  } else {
+    device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
+  }
+  for (const PackedGradients& gradients : packed_gradients_) {
+    wait_for_packing(gradients, gradients.packed_by);
+    for (void* const stream : gradients.other_streams) {
+      wait_for_packing(gradients, stream);
+    }
+  }
+  packed_gradients_.clear();
+}
+
+// See Note [gradients of several streams].
+void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
+  if (stream != device_.compute_stream().native_handle()) {
+    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
+                                   gradients.bucket->reduction.label);
+  }
 }
 
 }  // namespace fsdp

@@ -1,24 +1,10 @@
-// Gradients that backwards without gradient sync accumulate.
+// Gradients that backwards without gradient sync have accumulated, between passes.
 #include <algorithm>
-#include <chrono>
 
 #include "base/check.h"
 #include "core/reduce/reducer.h"
 
 namespace fsdp {
-
-void Reducer::accumulate(Bucket& bucket, const Units& units) {
-  const Range range(device_, bucket.ranges.accumulate);
-  bucket.reduction.accumulated_.allocate(device_);
-  streams_.follow_compute();
-  Stream& before = begin_packing(bucket, /*into_accumulated=*/true);
-  for (std::size_t i = 0; i < bucket.reduction.pieces_.size(); ++i) {
-    pack(bucket, units, i, bucket.reduction.accumulated_.piece(i),
-         bucket.reduction.accumulated_.any());
-  }
-  before.record(*bucket.reduction.packed_);
-  bucket.reduction.accumulated_.add_arrived(units, packings_);
-}
 
 std::vector<AccumulatedGradients::Part> Reducer::accumulated_parts(const Unit& unit) {
   if (unit.bucket == nullptr || !unit.bucket->reduction.accumulated_.any()) {
@@ -67,31 +53,6 @@ bool Reducer::has_accumulated_before(const std::vector<std::unique_ptr<Bucket>>&
   return std::any_of(buckets.begin(), buckets.end(), [this](const auto& bucket) {
     return bucket->reduction.accumulated_.any_before(first_packing_);
   });
-}
-
-// Other units keep their accumulated gradients.
-void Reducer::reset_accumulated(Bucket& bucket, const Units& units) {
-  if (!bucket.reduction.accumulated_.any()) {
-    return;
-  }
-  bucket.reduction.accumulated_.reset(device_, streams_.messages(), units);
-  if (bucket.reduction.accumulated_.any() && (packs_ahead_ || streams_.is_any_in_pieces())) {
-    input_.release_both(streams_.messages());
-  }
-}
-
-// Copies one rank's accumulated gradients, because other units of the bucket may go on accumulating
-// in `input`.
-void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
-  const UnitLayout& layout = reduction.bucket.layout;
-  void* const output = output_of(reduction, 0);  // one rank sends no pieces
-  if (input == output) {
-    return;
-  }
-  const Move move{input, output,
-                  static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype())};
-  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
-  ledger_.counters().copied_bytes += 2 * move.bytes;
 }
 
 }  // namespace fsdp
