@@ -2,56 +2,43 @@
 // into the flat gradient). The pipeline decides when.
 //
 // Note [packing ahead]
-// On the host, without replicas, pack, reduce-scatter and finish of one bucket run on the reduce
-// stream in order, and those of the next bucket after them. So one reduce input and one reduce
-// output serve all buckets without events between them. Pieces (Note [pieces] in core/lanes.h) use
-// the two halves of the input in turns, and events.
-//
-// A GPU packs on the stream `before`, every message into the half that the previous message does
-// not use. So the next bucket is packed while a bucket is on the wire, and its message does not
-// wait for the packing. A half is packed again when the message that read it has ended. On the
-// host, packing takes the processor from the compute and from the transport, so there is nothing to
-// gain.
+// A GPU packs on the stream `before`, every message into the half of the input that the previous
+// message does not use, as soon as the message that read it last has ended. So the next bucket is
+// packed while a bucket is on the wire. On the host, without replicas, pack, reduce-scatter and
+// finish of all buckets run on the reduce stream in order, so one reduce input and one reduce
+// output serve them without events. Pieces (Note [pieces] in core/lanes.h) use the two halves of
+// the input in turns, and events.
 //
 // Note [replicas]
-// With hybrid sharding, several shard groups have the same model. The ranks that have the same
-// shard are replicas of each other, and form a replicate group. The result of a shard group's
-// reduce-scatter is all-reduced over the replicate group, on a lane of its own. The cast or
-// addition into the flat gradient follows there. So while a message is all-reduced, the next one is
-// reduce-scattered, into the half of the output that the previous one does not use. If each shard
-// group is a single rank, nothing is scattered: a bucket is packed into the output.
+// The ranks that have the same shard are replicas of each other. The result of a shard group's
+// reduce-scatter is all-reduced over them on a lane of its own, and the cast or addition into the
+// flat gradient follows there. Meanwhile the next message is reduce-scattered into the other half
+// of the output. If each shard group is a single rank, a bucket is packed into the output. See
+// "Hybrid sharding" in docs/design/schedule.md.
 //
 // Note [the reduce output]
-// What is not final is reduced into the reduce output, and finished from there. It has room for the
-// largest message, or for two with pieces or replicas, where finishes run on other streams than
-// messages. Messages then use the two halves in turns. A reduce hook reads a whole bucket. If that
-// travels in pieces, they go to their places in one output as large as the bucket, which is both
-// halves. Memory is planned for the hooks that are set. If one is set between forward and backward,
-// the output grows within the backward, and ranks plan memory again before the next forward.
+// What is not final is reduced into the reduce output, and finished from there. With pieces or
+// replicas, finishes run on other streams than messages, which then use its two halves in turns. A
+// reduce hook reads a whole bucket. If that travels in pieces, they go to their places in one
+// output as large as the bucket, which is both halves. If a hook is set between forward and
+// backward, the output grows within the backward, and ranks plan memory again before the next
+// forward.
 //
 // Note [gradient lifetime]
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
-// lane. They are freed after the compute stream, to whose allocator they return, has waited for
-// the packing. So no allocator has to know the other stream, and the host does not wait. The wait
-// is issued when backward has passed the next bucket. Until then, the gradients of both buckets
-// take memory. If that would be more than ReduceMemory::most_gradients, the wait is issued when
-// backward enters the next bucket, or returns to it from a unit inside, before autograd makes these
-// gradients. That is so around a few large buckets, such as an embedding. Each rank decides by
-// itself.
+// lane. They are freed after the compute stream, to whose allocator they return, has waited for the
+// packing. So no allocator has to know the other stream, and the host does not wait. The wait is
+// issued when backward has passed the next bucket. If the gradients of both buckets would be more
+// than ReduceMemory::most_gradients, it is issued when backward enters the next bucket, or returns
+// to it from a unit inside, before autograd makes these gradients. Each rank decides by itself.
 //
 // Note [lent gradients]
-// Activations need the most memory where backward begins, and no sharded gradient exists there yet.
-// So on a GPU, the reducer *lends* gradients: it frees the memory of a flat gradient if none of its
-// parts is in .grad or held by the user. It does so at the start of a training forward and of a
-// backward, and after an update in backward (Note [updates in backward] in
-// core/reduce/unit_update.h). The caching allocator can then use that memory for activations. When
-// the bucket is reduced, memory is allocated again, from the allocator's cache.
+// On a GPU, the reducer frees the memory of a flat gradient if none of its parts is in .grad or
+// held by the user, and allocates it again when the bucket is reduced. docs/design/memory.md
+// ("lent") says when, why, and which gradients are never lent.
 // The allocator has a pool for each stream. Freed memory returns to the pool of the stream that it
 // was allocated for (Unit::gradient_stream). New memory comes from the pool of the stream that was
 // current when the gradient was lent, even if another stream is current now.
-// Four kinds of gradients are never lent: registered gradients (Note [shards and gradients in
-// windows]), offloaded gradients, all gradients of a model with a step in a CUDA graph, and
-// gradients whose flat gradient the user has asked for.
 //
 // Note [gradients of several streams]
 // A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
