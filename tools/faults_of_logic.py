@@ -59,14 +59,14 @@ FAULTS = (
     ),
     Fault(
         "a unit of the bucket that the pass left out keeps the bucket's slot",
-        f"{CORE}/schedule/pipeline.cpp",
+        f"{CORE}/schedule/prefetcher.h",
         "gatherer_.reshard_speculative(bucket);",
         cpp=CPP,
         python=("buckets", "unused_parameters"),
     ),
     Fault(
         "summoned units are prefetched",
-        f"{CORE}/schedule/pipeline.cpp",
+        f"{CORE}/schedule/prefetcher.h",
         "target.bucket == last || target.is_summoned",
         "target.bucket == last",
         cpp=CPP,
@@ -107,7 +107,7 @@ FAULTS = (
     ),
     Fault(
         "the second backward of a graph reshards what the third one reads",
-        f"{CORE}/schedule/pipeline.cpp",
+        f"{CORE}/schedule/backward_schedule.cpp",
         "is_second_backward_ = !backward_may_reshard_;",
         cpp=CPP,
         python=("gradient_penalties", "freed_parameters", "parity"),
@@ -588,14 +588,14 @@ FAULTS = (
     Fault(
         "buckets change although gathers ahead of forward use the ring",
         f"{CORE}/schedule/pipeline.cpp",
-        "is_ahead_ && units_.is_stale()",
+        "passes_.is_ahead_ && units_.is_stale()",
         "false",
         cpp=CPP,
         python=("prefetch_api",),
     ),
     Fault(
         "a backward of a unit that was stepped since its forward is accepted",
-        f"{CORE}/schedule/pipeline.cpp",
+        f"{CORE}/schedule/backward_schedule.cpp",
         "unit.updates.count == unit.updates.in_forward",
         "true",
         cpp=CPP,

@@ -313,13 +313,13 @@ void TorchRoot::begin_backward(bool may_reshard, const BackwardGraph& graph) {
     unit->begin_backward();
   }
   backward_task_ = torch::autograd::get_current_graph_task_id();
-  pipeline_->begin_backward(may_reshard, graph);
+  pipeline_->backward().begin_backward(may_reshard, graph);
 }
 
 void TorchRoot::end_backward() {
   const Range range(*lanes_->device, kEndBackward);
   Turn turn = take_turn();
-  pipeline_->end_backward();
+  pipeline_->backward().end_backward();
   awaits_finalization_ = awaits_finalization_ && !pipeline_->options().is_last_backward;
   for (const auto& unit : units_) {
     if (pipeline_->unit(unit->number()).gradients.awaits_reduction()) {

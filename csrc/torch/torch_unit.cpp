@@ -527,7 +527,7 @@ void TorchUnit::on_pre_backward(CallId call, const torch::autograd::Node* node) 
   if (const auto root = root_.lock()) {
     const Range range(*root->lanes().device, pre_backward_range_);
     const TorchRoot::Turn turn = root->ensure_backward(node);
-    root->pipeline().pre_backward(number_, call);
+    root->pipeline().backward().pre_backward(number_, call);
   }
 }
 
@@ -541,7 +541,7 @@ void TorchUnit::on_gradient(std::size_t trainable) {
     if (parameters_[parameter].is_dtensor()) {
       place_gradient(parameter);
     }
-    root->pipeline().gradient_arrived(number_, trainable);
+    root->pipeline().backward().gradient_arrived(number_, trainable);
   }
 }
 
@@ -578,7 +578,7 @@ void TorchUnit::on_post_backward(CallId call) {
   if (const auto root = root_.lock()) {
     const Range range(*root->lanes().device, post_backward_range_);
     const TorchRoot::Turn turn = root->ensure_backward();
-    root->pipeline().post_backward(number_, call);
+    root->pipeline().backward().post_backward(number_, call);
   }
 }
 

@@ -231,7 +231,7 @@ CallId UnitForward::enter(TorchRoot& root, bool recomputing) {
   const py::gil_scoped_release no_gil;  // it may wait for a gather
   const TorchRoot::Turn turn = root.take_turn();
   if (recomputing && !root.is_in_inner_backward()) {
-    root.pipeline().end_regions();
+    root.pipeline().backward().end_regions();
   }
   return root.pipeline().pre_forward(unit_.number());
 }

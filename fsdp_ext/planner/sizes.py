@@ -241,7 +241,7 @@ def _gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
     packed and one of these holds: the next bucket is complete, or backward enters a bucket for
     which there would not be enough room otherwise. The rules are those of Note [gradient lifetime]
     in ``csrc/core/reduce/reducer.h`` and Note [order of reductions] in
-    ``csrc/core/schedule/reduction_order.h``.
+    ``csrc/core/schedule/backward_schedule.h``.
     """
     backward = list(root.moments())[::-1]
     following = dict(pairwise(moment for moment in backward if moment.kind != "use"))

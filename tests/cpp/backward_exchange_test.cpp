@@ -18,23 +18,24 @@ namespace {
 std::vector<int> backward_without(Rank& rank, int without, bool passes_inputs) {
   const std::vector<int> order = rank.in_order();
   const std::vector<CallId> calls = rank.forward(order);
-  return sent_by(rank,
-                 [&] {
-                   rank.pipeline->begin_backward();
-                   rank.pipeline->pre_backward(0, calls[0]);
-                   for (auto i = order.rbegin(); i != order.rend(); ++i) {
-                     rank.pipeline->pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
-                     for (std::size_t param = 0; param < (*i == without ? 1U : 2U); ++param) {
-                       rank.unit(*i).add_gradient(param, 1.0F);
-                       rank.pipeline->gradient_arrived(*i, param);
-                     }
-                     if (passes_inputs) {
-                       rank.pipeline->post_backward(*i, calls[static_cast<std::size_t>(*i)]);
-                     }
-                   }
-                   rank.add_gradients(0, 1.0F);
-                   rank.pipeline->end_backward();
-                 })
+  return sent_by(
+             rank,
+             [&] {
+               rank.pipeline->backward().begin_backward();
+               rank.pipeline->backward().pre_backward(0, calls[0]);
+               for (auto i = order.rbegin(); i != order.rend(); ++i) {
+                 rank.pipeline->backward().pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
+                 for (std::size_t param = 0; param < (*i == without ? 1U : 2U); ++param) {
+                   rank.unit(*i).add_gradient(param, 1.0F);
+                   rank.pipeline->backward().gradient_arrived(*i, param);
+                 }
+                 if (passes_inputs) {
+                   rank.pipeline->backward().post_backward(*i, calls[static_cast<std::size_t>(*i)]);
+                 }
+               }
+               rank.add_gradients(0, 1.0F);
+               rank.pipeline->backward().end_backward();
+             })
       .reduced;
 }
 
@@ -62,17 +63,17 @@ TEST(BackwardExchange, ARankOnWhichHooksDoNotRunIssuesTheSame) {
     rank.step(1.0F);
     const std::vector<CallId> calls = rank.forward(rank.in_order());
     const Sent sent = sent_by(rank, [&] {
-      rank.pipeline->begin_backward();
+      rank.pipeline->backward().begin_backward();
       for (const int i : r == 1 ? std::vector<int>{5, 4, 2, 1} : std::vector<int>{5, 4, 3, 2, 1}) {
         const CallId call = calls[static_cast<std::size_t>(i)];
-        rank.pipeline->pre_backward(i, call);
+        rank.pipeline->backward().pre_backward(i, call);
         rank.unit(i).expect_unsharded();
         rank.add_gradients(i, 1.0F);
         if (r == 0) {
-          rank.pipeline->post_backward(i, call);
+          rank.pipeline->backward().post_backward(i, call);
         }
       }
-      rank.pipeline->end_backward();
+      rank.pipeline->backward().end_backward();
     });
     EXPECT_EQ(sent.backward, (std::vector<int>{3, 2, 1})) << "on rank " << r;
     EXPECT_EQ(sent.reduced, (std::vector<int>{5, 4, 3, 2, 1, 0})) << "on rank " << r;
@@ -133,10 +134,10 @@ TEST(BackwardExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
       }
       const CallId call = pipeline.post_forward(0);
       pipeline.end_forward();
-      pipeline.begin_backward();
-      pipeline.pre_backward(0, call);
+      pipeline.backward().begin_backward();
+      pipeline.backward().pre_backward(0, call);
       rank.add_gradients(0, 1.0F);
-      pipeline.end_backward();
+      pipeline.backward().end_backward();
     });
     expect_contains(message, "issued different collectives on the gather lane");
     expect_contains(message, "the all-gather of unit 'unit2'");

@@ -311,10 +311,10 @@ TEST(Buckets, AnAbandonedIterationLeavesNoTrace) {
     rank.pipeline->pre_forward(1);
     const std::vector<int> order = rank.in_order();
     const std::vector<CallId> calls = rank.forward(order);
-    rank.pipeline->begin_backward();
-    rank.pipeline->pre_backward(6, calls[6]);
+    rank.pipeline->backward().begin_backward();
+    rank.pipeline->backward().pre_backward(6, calls[6]);
     rank.add_gradients(6, 100.0F);
-    rank.pipeline->post_backward(6, calls[6]);  // the gradients of unit 5 are missing
+    rank.pipeline->backward().post_backward(6, calls[6]);  // the gradients of unit 5 are missing
     rank.backward(order, rank.forward(order), 1.0F);
     for (const auto& unit : rank.units) {
       unit->expect_gradient(0, 1.0F);

@@ -143,16 +143,16 @@ TEST(Pipeline, GradientsThatComeAfterTheUpdateOfTheirUnitAreRefused) {
       change_settings(*rank.pipeline, i, [&](UnitSettings& settings) { settings.update = update; });
     }
     const std::vector<CallId> calls = rank.forward({1, 2, 3});
-    rank.pipeline->begin_backward();
+    rank.pipeline->backward().begin_backward();
     for (const int i : {3, 2, 1}) {
-      rank.pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.pipeline->backward().pre_backward(i, calls[static_cast<std::size_t>(i)]);
       rank.add_gradients(i, 1.0F);
-      rank.pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.pipeline->backward().post_backward(i, calls[static_cast<std::size_t>(i)]);
     }
     EXPECT_EQ(update->runs, 1);
     rank.add_gradients(3, 1.0F);
     try {
-      rank.pipeline->end_backward();
+      rank.pipeline->backward().end_backward();
       ADD_FAILURE() << "more gradients were accepted";
     } catch (const Error& error) {
       expect_contains(error.what(), "'unit3' got more gradients after its attached optimizer");
@@ -186,15 +186,15 @@ TEST(Pipeline, AllRanksMeasureUnitsInTheOrderOfReductions) {
       });
     }
     const std::vector<CallId> calls = rank.forward({1, 2, 3});
-    rank.pipeline->begin_backward();
+    rank.pipeline->backward().begin_backward();
     for (const int i : {3, 2, 1}) {
-      rank.pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.pipeline->backward().pre_backward(i, calls[static_cast<std::size_t>(i)]);
       if (i != 3 || r == 0) {  // rank 1 has no gradient of unit 3
         rank.add_gradients(i, 1.0F);
       }
-      rank.pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.pipeline->backward().post_backward(i, calls[static_cast<std::size_t>(i)]);
     }
-    rank.pipeline->end_backward();
+    rank.pipeline->backward().end_backward();
     EXPECT_EQ(measured, (std::vector<int>{3, 2, 1}));
     EXPECT_EQ(updated, r == 0 ? (std::vector<int>{3, 2, 1}) : (std::vector<int>{2, 1, 3}));
   });
@@ -298,12 +298,12 @@ TEST(Pipeline, MissingGradientsAreReducedAtTheEndAndLeftWithoutAGradient) {
     BackwardGraph graph;
     graph.is_whole = false;
     graph.calls = {calls[2]};
-    rank.pipeline->begin_backward(/*may_reshard=*/true, graph);
-    rank.pipeline->pre_backward(2, calls[2]);
+    rank.pipeline->backward().begin_backward(/*may_reshard=*/true, graph);
+    rank.pipeline->backward().pre_backward(2, calls[2]);
     rank.unit(2).add_gradient(0, 4.0F);
-    rank.pipeline->gradient_arrived(2, 0);
+    rank.pipeline->backward().gradient_arrived(2, 0);
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 0U);
-    rank.pipeline->end_backward();
+    rank.pipeline->backward().end_backward();
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 2U);  // of unit 2, and the root
     rank.unit(2).expect_gradient(0, 4.0F);
     EXPECT_TRUE(rank.unit(2).has_sharded_gradient(0));
@@ -320,10 +320,10 @@ TEST(Pipeline, AnAbandonedForwardOrBackwardLeavesNoTrace) {
     rank.pipeline->pre_forward(1);  // and the gather of unit 2 is in flight
     rank.step(1.0F);
     const std::vector<CallId> calls = rank.forward(rank.in_order());
-    rank.pipeline->begin_backward();
-    rank.pipeline->pre_backward(3, calls[3]);
+    rank.pipeline->backward().begin_backward();
+    rank.pipeline->backward().pre_backward(3, calls[3]);
     rank.unit(3).add_gradient(0, 100.0F);
-    rank.pipeline->gradient_arrived(3, 0);
+    rank.pipeline->backward().gradient_arrived(3, 0);
     const std::vector<int> order = rank.in_order();
     rank.backward(order, rank.forward(order), 1.0F);
     for (const auto& unit : rank.units) {
@@ -361,16 +361,16 @@ TEST(Pipeline, ReentrantRecomputationsAreReducedTogether) {
     }
     rank.pipeline->post_forward(0);
     rank.pipeline->end_forward();
-    rank.pipeline->begin_backward();
+    rank.pipeline->backward().begin_backward();
     for (int run = 0; run < 2; ++run) {
       rank.pipeline->pre_forward(1);
       const CallId call = rank.pipeline->post_forward(1);
-      rank.pipeline->pre_backward(1, call);
+      rank.pipeline->backward().pre_backward(1, call);
       rank.add_gradients(1, 1.0F);
-      rank.pipeline->post_backward(1, call);
+      rank.pipeline->backward().post_backward(1, call);
     }
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 1U);
-    rank.pipeline->end_backward();
+    rank.pipeline->backward().end_backward();
     rank.unit(1).expect_gradient(0, 2.0F);
   });
 }

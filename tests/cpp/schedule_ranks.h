@@ -233,22 +233,22 @@ class Rank {
 
   void backward(const std::vector<int>& order, const std::vector<CallId>& calls, float gradient,
                 const BackwardGraph& graph = {}) {
-    pipeline->begin_backward(/*may_reshard=*/true, graph);
-    pipeline->pre_backward(0, calls[0]);
+    pipeline->backward().begin_backward(/*may_reshard=*/true, graph);
+    pipeline->backward().pre_backward(0, calls[0]);
     for (auto i = order.rbegin(); i != order.rend(); ++i) {
-      pipeline->pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
+      pipeline->backward().pre_backward(*i, calls[static_cast<std::size_t>(*i)]);
       unit(*i).expect_unsharded();
       add_gradients(*i, gradient);
-      pipeline->post_backward(*i, calls[static_cast<std::size_t>(*i)]);
+      pipeline->backward().post_backward(*i, calls[static_cast<std::size_t>(*i)]);
     }
     add_gradients(0, gradient);
-    pipeline->end_backward();
+    pipeline->backward().end_backward();
   }
 
   void add_gradients(int i, float gradient) {
     for (std::size_t param = 0; param < 2; ++param) {
       unit(i).add_gradient(param, gradient);
-      pipeline->gradient_arrived(i, param);
+      pipeline->backward().gradient_arrived(i, param);
     }
   }
 

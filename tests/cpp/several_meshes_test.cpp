@@ -144,19 +144,19 @@ void expect_meshes_train(MeshRank& rank, int r,
 void step_without(MeshRank& rank, int unit, bool leaves_out) {
   const std::vector<int> order = rank.in_order();
   const std::vector<CallId> calls = rank.forward(order);
-  rank.pipeline->begin_backward();
-  rank.pipeline->pre_backward(0, calls[0]);
+  rank.pipeline->backward().begin_backward();
+  rank.pipeline->backward().pre_backward(0, calls[0]);
   for (auto i = order.rbegin(); i != order.rend(); ++i) {
     const CallId call = calls[static_cast<std::size_t>(*i)];
-    rank.pipeline->pre_backward(*i, call);
+    rank.pipeline->backward().pre_backward(*i, call);
     for (std::size_t param = 0; param < (*i == unit && leaves_out ? 1U : 2U); ++param) {
       rank.unit(*i).add_gradient(param, 1.0F);
-      rank.pipeline->gradient_arrived(*i, param);
+      rank.pipeline->backward().gradient_arrived(*i, param);
     }
-    rank.pipeline->post_backward(*i, call);
+    rank.pipeline->backward().post_backward(*i, call);
   }
   rank.add_gradients(0, 1.0F);
-  rank.pipeline->end_backward();
+  rank.pipeline->backward().end_backward();
 }
 
 TEST(SeveralMeshes, EachUnitIsGatheredAndReducedOverItsOwn) {

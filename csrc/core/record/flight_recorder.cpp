@@ -205,4 +205,11 @@ void throw_with_flight_record(const Error& error, Lanes& lanes, Lanes* replicas)
   throw Error(whole);
 }
 
+void throw_and_abort(const Error& error, Lanes& lanes, Lanes* replicas) try {
+  throw_with_flight_record(error, lanes, replicas);
+} catch (const Error&) {
+  abort_after_failure(lanes, replicas);
+  throw;
+}
+
 }  // namespace fsdp

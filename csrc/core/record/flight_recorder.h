@@ -68,5 +68,7 @@ class FlightRecorder : public std::enable_shared_from_this<FlightRecorder> {
 // For catch blocks. If `error` means that ranks did not answer, failed or differ, this writes the
 // flight record of `lanes` and throws the error with its path. Otherwise it throws `error` again.
 [[noreturn]] void throw_with_flight_record(const Error& error, Lanes& lanes, Lanes* replicas);
+// The same, and ends the lanes: abort_after_failure in core/lanes.h.
+[[noreturn]] void throw_and_abort(const Error& error, Lanes& lanes, Lanes* replicas);
 
 }  // namespace fsdp

@@ -77,6 +77,15 @@ IterationIndex Ledger::open(Stream& stream, Work work, UnitRange units,
   return opened;
 }
 
+void Ledger::open_unit(IterationIndex& span, Work work, int unit, bool has_waited) {
+  if (!has_times()) {
+    return;
+  }
+  close(span, compute_);
+  const std::int32_t begin = has_waited ? number_of(last_compute_moment()) : mark_compute();
+  span = open_at(begin, work, {unit, unit});
+}
+
 void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange units) {
   if (!has_times()) {
     compute_.wait(event, what);

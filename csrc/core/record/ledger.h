@@ -157,6 +157,15 @@ class Ledger {
 
   void count_collective(Collective op, UnitRange units, std::size_t bytes);
 
+  // A forward or backward begins or ends. The work between belongs to `phase`.
+  void begin_pass(Phase phase, Work work) {
+    enter_phase(phase);
+    pass_ = open(compute_, work, kAllUnits);
+  }
+  void end_pass() {
+    close(pass_, compute_);
+    enter_phase(Phase::Other);
+  }
   // Work issued from now on belongs to `phase`.
   void enter_phase(Phase phase) { phase_ = phase; }
   Phase phase() const { return phase_; }
@@ -189,6 +198,10 @@ class Ledger {
       end_span(span, stream);
     }
   }
+  // Opens the span of a unit's forward or backward. A unit that runs again before its backward has
+  // passed it gets a new span. The span begins where the wait for its gather ended, if there was
+  // one.
+  void open_unit(IterationIndex& span, Work work, int unit, bool has_waited);
   // Makes the compute stream wait for `event`, and records a span unless it had completed already.
   void wait(Event& event, const std::string& what, Work work, UnitRange units);
   // Marks a moment of the compute stream. Returns WorkSpan::kNever if no times are kept.
@@ -237,6 +250,7 @@ class Ledger {
   std::uint64_t lost_ = 0;          // overwritten iterations
   Iteration* now_ = nullptr;        // the current one, if its times are kept
   Phase phase_ = Phase::Other;
+  IterationIndex pass_;  // the span of forward or backward
   IterationIndex last_compute_moment_;
   IterationIndex step_;  // the moment at which the outermost step() began
   int inner_steps_ = 0;  // step() calls inside it that have not ended

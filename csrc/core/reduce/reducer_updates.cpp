@@ -109,7 +109,7 @@ void Reducer::finish_updates(std::size_t most) {
 }
 
 // Also if this backward is not the last, the compute stream waits for all updates. Once a graph has
-// captured a step, Pipeline::end_backward does that.
+// captured a step, BackwardSchedule::end_backward does that.
 void Reducer::end_updates(const std::vector<std::unique_ptr<Unit>>& units) {
   finish_updates(/*most=*/0);
   for (const auto& unit : units) {

@@ -26,7 +26,7 @@
 // Reentrant checkpointing runs a region of forward without gradients, and once more, with
 // gradients, when backward gets there. The calls of the first run have a step Recompute, for
 // prefetch. The second run pushes steps of its own, which the backward inside it takes, or
-// Pipeline::end_regions.
+// BackwardSchedule::end_regions.
 //
 // Other kinds of checkpointing record the calls in forward. They run them again when backward needs
 // the first tensor of the region, which gathers the region's units. That has no place in the order:

@@ -22,7 +22,7 @@ class BackwardProgress {
   bool has_gathers() const { return gathers_left_ > 0; }
   bool has_passes() const { return passes_left_ > 0; }
   // Backward has passed all calls of the unit: Note [order of reductions] in
-  // core/schedule/reduction_order.h.
+  // core/schedule/backward_schedule.h.
   bool is_complete() const { return recomputations_left_ == 0 && passes_left_ == 0; }
 
  private:

@@ -1,4 +1,5 @@
-// Which forward or backward runs, and whether the last one has failed. The pipeline changes it.
+// Which forward or backward runs, and whether the last one has failed. The pipeline and
+// BackwardSchedule change it.
 //
 // The legal changes of the state:
 //
@@ -63,6 +64,7 @@ class Passes {
 
  private:
   friend class Pipeline;
+  friend class BackwardSchedule;
 
   enum class State : std::uint8_t {
     Idle,
@@ -79,6 +81,7 @@ class Passes {
   void begin_forward() { state_ = State::Forward; }
   void begin_backward() {
     begin();
+    is_ahead_ = false;  // backward continues the iteration, and the next forward begins a new one
     state_ = in_forward() ? State::BackwardInForward : State::Backward;
   }
   void end_forward(bool with_gradient) {
@@ -88,9 +91,13 @@ class Passes {
                              : State::Idle;
   }
   void end_backward() { state_ = in_forward() ? State::Forward : State::Idle; }
-  void abandon() { state_ = State::Idle; }
+  void abandon() {
+    state_ = State::Idle;
+    is_ahead_ = false;
+  }
 
   State state_ = State::Idle;
+  bool is_ahead_ = false;  // Note [gathers ahead of forward] in core/schedule/pipeline.h
   std::atomic<int> outermost_ = kNone;
   std::atomic<bool> backward_failed_ = false;
   std::atomic<std::uint64_t> number_ = 0;

@@ -40,11 +40,11 @@
 #include "core/record/ledger.h"
 #include "core/reduce/reducer.h"
 #include "core/schedule/announcer.h"
-#include "core/schedule/backward_order.h"
+#include "core/schedule/backward_schedule.h"
 #include "core/schedule/forward_order.h"
 #include "core/schedule/passes.h"
 #include "core/schedule/pipeline_options.h"
-#include "core/schedule/reduction_order.h"
+#include "core/schedule/prefetcher.h"
 #include "core/units/bucket.h"
 #include "core/units/unit.h"
 #include "core/units/unit_set.h"
@@ -73,18 +73,7 @@ class Pipeline {
   // `with_gradient`: autograd recorded this call.
   CallId post_forward(int unit, bool with_gradient = true);
 
-  // - Backward.
-  // With may_reshard=false this backward leaves units unsharded, whatever their settings say.
-  void begin_backward(bool may_reshard = true, const BackwardGraph& graph = {});
-  void end_backward();
-  void pre_backward(int unit, CallId call);
-  void gradient_arrived(int unit, std::size_t trainable);
-  void post_backward(int unit, CallId call);
-  // Takes the steps that are left of regions of reentrant checkpointing that have run again. No
-  // hook takes them, since the inputs of a region are leaves. Call it when the outermost backward
-  // runs another forward again, but not in a backward inside it, whose region is not over. If the
-  // first unit of a region has no graph, the next hook outside of regions takes the steps.
-  void end_regions();
+  BackwardSchedule& backward() { return backward_; }
 
   // - Passes that fail.
   // Cleans up after an exception in forward or backward: waits for work in flight and reshards
@@ -129,31 +118,14 @@ class Pipeline {
   Reducer& reducer() { return reducer_; }
 
  private:
-  void lend_gradients();
   void reshard_for_capture();
   CallId enter_forward(Unit& unit);
   void hold(Unit& unit);
   [[noreturn]] void fail(const Error& error);
-  void finish_recording();
   void end_evaluation();
   auto next_of_forward();
-  void prefetch_forward(const Unit& unit);
-  void prefetch_backward(const Unit& unit);
-  template <typename NextUnit>
-  void prefetch(const Unit& unit, const std::vector<int>& targets, NextUnit next_unit);
-  template <typename NextUnit>
-  void prefetch_buckets(const Bucket* last, int count, NextUnit next_unit);
   void drop_prefetched();
-  void reshard_behind(Unit& unit);
-  void take_steps(std::size_t count);
-  void take(const BackwardStep& step);
-  void gather_in_backward(Unit& unit);
-  void return_to_enclosing();
-  bool runs_forward(const Unit& unit) const;
-  void reshard_in_backward(Unit& unit);
-  void recompute(Unit& unit);
   void begin_times();
-  void begin_computing(Unit& unit, Work work, bool has_waited);
 
   Lanes& lanes_;
   Lanes* replicas_;
@@ -172,15 +144,10 @@ class Pipeline {
   Reducer reducer_;
 
   ForwardOrder forward_order_;
-  BackwardOrder backward_order_;
-  ReductionOrder reduction_order_;
-  IterationIndex pass_;               // the span of forward or backward
+  Prefetcher prefetcher_;
+  BackwardSchedule backward_;
   bool forward_keeps_ = true;         // whether this forward makes group shards for a backward
-  bool is_ahead_ = false;             // Note [gathers ahead of forward]
   bool shards_have_changed_ = false;  // since the last forward began
-  bool backward_may_reshard_ = true;  // of the backward that runs
-  bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
-  bool backward_accumulates_ = true;
 };
 
 }  // namespace fsdp

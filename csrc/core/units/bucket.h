@@ -85,7 +85,7 @@ struct Bucket {
   BucketReduction reduction;
   const BucketBuffers buffers;  // their planned sizes
   const BucketRanges ranges;
-  bool is_awaited = false;  // by ReductionOrder, in this backward
+  bool is_awaited = false;  // by BackwardSchedule, in this backward
 };
 
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);

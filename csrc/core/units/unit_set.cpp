@@ -11,12 +11,11 @@
 namespace fsdp {
 
 UnitSet::UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
-                 BackwardOrder& backward_order, Gatherer& gatherer, Reducer& reducer,
-                 OrderCheck& order_check, BackwardExchange& exchange)
+                 Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check,
+                 BackwardExchange& exchange)
     : lanes_(lanes),
       options_(options),
       forward_order_(forward_order),
-      backward_order_(backward_order),
       gatherer_(gatherer),
       reducer_(reducer),
       order_check_(order_check),
@@ -30,7 +29,6 @@ int UnitSet::add(UnitConfig config, UnitPort& port) {
   FSDP_CHECK(config.parent < number, "Unit '", config.name,
              "' was added before the unit that encloses it. Add the enclosing unit first.");
   units_.push_back(std::make_unique<Unit>(number, std::move(config), port));
-  expect_unused(*units_.back());
   invalidate_partition();
   invalidate_memory();
   return number;
@@ -59,12 +57,6 @@ void UnitSet::apply(int number, UnitSettings settings) {
     invalidate_memory();
   }
   static_cast<UnitSettings&>(unit) = std::move(settings);
-  expect_unused(unit);
-}
-
-// Backward takes steps of units that it may not reach, if unused parameters are reduced.
-void UnitSet::expect_unused(const Unit& unit) {
-  backward_order_.set_expected(unit.number, unit.reduces_unused && unit.gradients.count() > 0);
 }
 
 void UnitSet::put_away_parameters() {

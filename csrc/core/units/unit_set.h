@@ -12,7 +12,6 @@
 #include "core/gather/gatherer.h"
 #include "core/lanes.h"
 #include "core/reduce/reducer.h"
-#include "core/schedule/backward_order.h"
 #include "core/schedule/forward_order.h"
 #include "core/schedule/pipeline_options.h"
 #include "core/units/bucket.h"
@@ -25,8 +24,8 @@ class UnitSet {
  public:
   // The set uses these in its calls only. They may be made after it, and end before it.
   UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
-          BackwardOrder& backward_order, Gatherer& gatherer, Reducer& reducer,
-          OrderCheck& order_check, BackwardExchange& exchange);
+          Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check,
+          BackwardExchange& exchange);
 
   UnitSet(const UnitSet&) = delete;
   UnitSet& operator=(const UnitSet&) = delete;
@@ -59,6 +58,14 @@ class UnitSet {
     }
   }
 
+  // Gives back the memory of gradients that do not exist: Note [lent gradients]. A captured CUDA
+  // graph writes gradients to fixed addresses, so they have to keep their memory.
+  void lend_gradients() const {
+    if (!gatherer_.has_been_captured()) {
+      reducer_.lend_gradients(buckets_);
+    }
+  }
+
   // Users see the sharded parameters from now on: Note [after an evaluation] in
   // core/gather/unit_gather.h.
   void put_away_parameters();
@@ -71,7 +78,6 @@ class UnitSet {
 
   void invalidate_memory() { planned_depth_ = kNotPlanned; }
   bool memory_is_planned() const { return planned_depth_ == options_.prefetch_depth; }
-  void expect_unused(const Unit& unit);
   bool is_ring_in_use() const;
   bool any_rank_has_accumulated() const;
   bool has_other_groups() const;
@@ -85,7 +91,6 @@ class UnitSet {
   Lanes& lanes_;
   const PipelineOptions& options_;
   const ForwardOrder& forward_order_;
-  BackwardOrder& backward_order_;
   Gatherer& gatherer_;
   Reducer& reducer_;
   OrderCheck& order_check_;

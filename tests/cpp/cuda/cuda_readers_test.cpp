@@ -64,11 +64,11 @@ TEST(CudaReaders, EachStreamOfABackwardWaitsForTheGather) {
     Pipeline& pipeline = *rank.pipeline;
     const std::vector<CallId> calls = rank.forward();
     synchronize_all(rank);
-    pipeline.begin_backward();
+    pipeline.backward().begin_backward();
     rank.lanes->device->delay(rank.lanes->gather.stream(), kLate);
-    pipeline.pre_backward(4, calls[4]);
+    pipeline.backward().pre_backward(4, calls[4]);
     on_another_stream(rank, [&] {
-      pipeline.pre_backward(4, calls[4]);
+      pipeline.backward().pre_backward(4, calls[4]);
       rank.units[4]->read_parameters();
     });
     finish(rank);
@@ -82,14 +82,14 @@ TEST(CudaReaders, ASlotIsReleasedAfterAStreamThatGivesNoGradient) {
     prepare(rank);
     Pipeline& pipeline = *rank.pipeline;
     const std::vector<CallId> calls = rank.forward();
-    pipeline.begin_backward();
-    pipeline.pre_backward(4, calls[4]);
+    pipeline.backward().begin_backward();
+    pipeline.backward().pre_backward(4, calls[4]);
     on_another_stream(rank, [&] {
-      pipeline.pre_backward(4, calls[4]);
+      pipeline.backward().pre_backward(4, calls[4]);
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), kLate);
       rank.units[4]->read_parameters();
     });
-    pipeline.post_backward(4, calls[4]);
+    pipeline.backward().post_backward(4, calls[4]);
     finish(rank);
     pipeline.reset();
   });

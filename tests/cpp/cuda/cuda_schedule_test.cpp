@@ -474,7 +474,7 @@ TEST(CudaReductions, UpdatesInBackwardAreOrderedWithGathersAndReductions) {
             rank.backward(calls, static_cast<float>(r + 1), [&](int unit) {
               if (unit == 1) {  // more of a gradient that was reduced
                 rank.units[3]->add_gradient(0, 1.0F);
-                rank.pipeline->gradient_arrived(3, 0);
+                rank.pipeline->backward().gradient_arrived(3, 0);
               }
             });
           },

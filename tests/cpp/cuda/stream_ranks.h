@@ -431,20 +431,20 @@ class Rank {
   void backward(
       const std::vector<CallId>& calls, float gradient,
       const std::function<void(int)>& passed = [](int) {}) {
-    pipeline->begin_backward();
+    pipeline->backward().begin_backward();
     for (int i = static_cast<int>(units.size()) - 1; i >= 0; --i) {
       StreamUnit& unit = *units[static_cast<std::size_t>(i)];
-      pipeline->pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      pipeline->backward().pre_backward(i, calls[static_cast<std::size_t>(i)]);
       unit.read_parameters();
       for (std::size_t param = 0; param < kParams; ++param) {
         const OnStream on(param == side_param ? side_stream : compute_stream);
         unit.add_gradient(param, gradient);
-        pipeline->gradient_arrived(i, param);
+        pipeline->backward().gradient_arrived(i, param);
       }
-      pipeline->post_backward(i, calls[static_cast<std::size_t>(i)]);
+      pipeline->backward().post_backward(i, calls[static_cast<std::size_t>(i)]);
       passed(i);
     }
-    pipeline->end_backward();
+    pipeline->backward().end_backward();
   }
 
   void optimizer_step() {
