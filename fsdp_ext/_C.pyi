@@ -78,7 +78,7 @@ class UnitUpdate:
         self, weak_function: Callable[[], Callable[[int, bool], None] | None], measures: bool
     ) -> None: ...
 
-# See csrc/core/units/unit_settings.h.
+# See csrc/core/units/unit_config.h.
 class UnitSettings:
     reshard_after_forward: bool
     reshard_group: int

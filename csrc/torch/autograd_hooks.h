@@ -48,7 +48,7 @@
 #include <vector>
 
 #include "core/schedule/backward_order.h"
-#include "core/schedule/call_id.h"
+#include "core/schedule/forward_order.h"
 
 namespace fsdp {
 

@@ -1,5 +1,3 @@
-#include "torch/cuda_framework.h"
-
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -7,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include "base/check.h"
+#include "torch/transports.h"
 
 namespace fsdp {
 namespace {

@@ -1,5 +1,5 @@
 // Replaces cuda_framework.cpp in a build without CUDA.
-#include "torch/cuda_framework.h"
+#include "torch/transports.h"
 
 namespace fsdp {
 

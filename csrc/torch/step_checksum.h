@@ -22,12 +22,15 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "torch/with_python.h"
 
 namespace fsdp {
+
+class TorchUnit;
 
 // A tensor with one int64, a hash of the elements' bytes. A flipped bit always changes it. Ranks
 // with the same kind of device have the same hash of the same bytes.
@@ -54,6 +57,36 @@ struct StepChecksum {
   std::uint64_t shard_version = 0;
   bool is_gathered_ahead = false;
   at::Tensor is_outdated;  // a bool, if it is gathered ahead: whether its own rows differ
+};
+
+// What a unit contributes to a checked step.
+class UnitChecksum {
+ public:
+  // This is a member of `unit`.
+  explicit UnitChecksum(TorchUnit& unit) : unit_(unit) {}
+
+  // Call these at the beginning and at the end of a checked step.
+  void begin();
+  StepChecksum::Numbers end();
+  // The step has ended in an exception.
+  void discard() { sum_.reset(); }
+
+  // Compares this rank's rows of the unsharded parameters, which have just been attached, with the
+  // shard, if a checked step has found the unit gathered ahead. A shard with a new version has been
+  // written since then, for example by an attached optimizer.
+  void compare_with_shard();
+  // Hashes the unsharded parameters in a checked step, the first time in each pass, because ranks
+  // may differ in how often they gather a unit.
+  void hash_parameters();
+
+ private:
+  template <typename Visit>
+  void for_each_shard(const Visit& visit) const;
+  at::Tensor hash_of_shard() const;
+  std::uint64_t shard_version() const;  // with updates in backward
+
+  TorchUnit& unit_;
+  std::unique_ptr<StepChecksum> sum_;  // in a checked step only
 };
 
 // Counts the steps of a root and says which of them are checked.

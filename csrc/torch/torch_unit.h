@@ -55,7 +55,7 @@
 #include "torch/module_attribute.h"
 #include "torch/sharded_gradients.h"
 #include "torch/shown_gradients.h"
-#include "torch/unit_checksum.h"
+#include "torch/step_checksum.h"
 #include "torch/unit_forward.h"
 #include "torch/unit_parameters.h"
 #include "torch/with_python.h"

@@ -17,7 +17,6 @@
 #include "core/record/flight_recorder.h"
 #include "device/forks.h"
 #include "torch/backend_messages.h"
-#include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 #include "torch/with_python.h"
 

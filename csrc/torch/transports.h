@@ -13,6 +13,7 @@
 #include "comm/shared_memory/shared_memory.h"
 #include "comm/simulated.h"
 #include "core/lanes.h"
+#include "device/stream.h"
 #include "torch/inline_group.h"
 #include "torch/process_group.h"
 
@@ -70,6 +71,10 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device, const n
 void run_all_gather(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
 void run_reduce_scatter(Lanes& lanes, const at::Tensor& input, at::Tensor& output);
 void run_all_reduce(Lanes& lanes, at::Tensor& data);
+
+// PyTorch's current stream and its caching allocator, for device/cuda_stream.cpp. Empty in a build
+// without CUDA (no_cuda_framework.cpp).
+CudaFramework cuda_framework();
 
 // Blocks until all ranks have sent a message of the same length, and returns the messages, one
 // after another. For set-up.

@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/schedule/call_id.h"
+#include "core/schedule/forward_order.h"
 #include "torch/autograd_hooks.h"
 
 namespace fsdp {

@@ -7,12 +7,16 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
-#include "core/schedule/call_id.h"
 #include "core/units/merging.h"
 
 namespace fsdp {
+
+// The number of one call of a unit's forward. It is never used again.
+using CallId = std::int64_t;
+constexpr CallId kNoCall = -1;
 
 // One call of a unit in a forward.
 struct ForwardCall {

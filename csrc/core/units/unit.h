@@ -12,8 +12,7 @@
 #include "core/record/ledger.h"
 #include "core/reduce/unit_gradients.h"
 #include "core/reduce/unit_update.h"
-#include "core/schedule/backward_progress.h"
-#include "core/schedule/call_id.h"
+#include "core/schedule/backward_order.h"
 #include "core/units/unit_config.h"
 #include "core/units/unit_port.h"
 

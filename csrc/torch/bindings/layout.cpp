@@ -11,8 +11,7 @@
 #include "core/units/unit_config.h"
 #include "torch/bindings/registrations.h"
 #include "torch/dtype.h"
-#include "torch/python_unit_update.h"
-#include "torch/python_user_collective.h"
+#include "torch/python_callbacks.h"
 #include "torch/transports.h"
 
 namespace py = pybind11;

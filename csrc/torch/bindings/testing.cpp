@@ -9,7 +9,6 @@
 #include "pack/pack.h"
 #include "torch/bindings/registrations.h"
 #include "torch/containers.h"
-#include "torch/cuda_framework.h"
 #include "torch/dtype.h"
 #include "torch/step_checksum.h"
 #include "torch/torch_root.h"

@@ -1,4 +1,4 @@
-#include "torch/python_user_collective.h"
+#include "torch/python_callbacks.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -18,6 +18,31 @@ namespace py = pybind11;
 
 namespace fsdp {
 namespace {
+
+class PythonUnitUpdate final : public UnitUpdate {
+ public:
+  PythonUnitUpdate(py::object weak_function, bool measures)
+      : weak_function_(std::move(weak_function)), measures_(measures) {}
+
+  void run(Stream* stream) override { call(stream, /*measures=*/false); }
+  void measure(Stream* stream) override { call(stream, /*measures=*/true); }
+  bool measures() const override { return measures_; }
+
+ private:
+  void call(Stream* stream, bool measures) {
+    void* const handle = stream == nullptr ? nullptr : stream->native_handle();
+    with_python([&] {
+      const py::object function = weak_function_();
+      if (!function.is_none()) {
+        const at::NoGradGuard no_gradients;
+        function(reinterpret_cast<std::uintptr_t>(handle), measures);
+      }
+    });
+  }
+
+  HeldObject weak_function_;
+  bool measures_;
+};
 
 // Python's garbage collector may free another model on this thread. On a lane's thread, the model's
 // destructor would wait for the lane, and so for itself. Hooks of two lanes may overlap, since they
@@ -108,6 +133,10 @@ class PythonUserCollective final : public UserCollective,
 };
 
 }  // namespace
+
+std::shared_ptr<UnitUpdate> make_python_unit_update(py::object weak_function, bool measures) {
+  return std::make_shared<PythonUnitUpdate>(std::move(weak_function), measures);
+}
 
 std::shared_ptr<UserCollective> make_python_user_collective(py::object weak_function,
                                                             at::Device device) {

@@ -1,4 +1,5 @@
-// User collectives that are Python functions.
+// Unit updates and user collectives that are Python functions. They are given as weak references:
+// calling one returns a function, or None if its owner is gone.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -6,11 +7,15 @@
 
 #include <memory>
 
+#include "core/reduce/unit_update.h"
 #include "core/reduce/user_collective.h"
 
 namespace fsdp {
 
-// `weak_function` is a weak reference: calling it returns a function, or None if its owner is gone.
+// The function takes the handle of the stream to run on, which is 0 on the host, and whether it is
+// called to measure.
+std::shared_ptr<UnitUpdate> make_python_unit_update(pybind11::object weak_function, bool measures);
+
 // The function takes a tensor on `device` and the handle of the stream to run on; 0 on the host. A
 // communication hook of ranks that share parameters also takes the packed gradients to reduce, and
 // a custom collective its input.
