@@ -1,31 +1,26 @@
 #include "core/schedule/forward_order.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace fsdp {
 namespace {
 
-// At most this many forwards may await their backward. The backward of an older one only loses its
+// At most this many calls may await their backward. The backward of an older forward only loses its
 // order and its prefetch.
-constexpr std::size_t kMostForwards = 256;
 constexpr CallId kMostCalls = 1 << 14;
 
 }  // namespace
 
 void ForwardOrder::begin_forward(bool forgets_all) {
-  const CallId oldest = std::max(
-      next_call_ - kMostCalls,
-      passes_.size() < kMostForwards ? 0 : passes_[passes_.size() - kMostForwards + 1].first);
-  forget(
-      [&](const ForwardPass& pass) { return pass.is_done || forgets_all || pass.first < oldest; });
-  if (spare_.empty()) {
-    passes_.emplace_back();
-  } else {
-    passes_.push_back(std::move(spare_.back()));
-    spare_.pop_back();
-  }
-  passes_.back().first = next_call_;
+  const CallId oldest = next_call_ - kMostCalls;
+  const auto is_forgotten = [&](const ForwardPass& pass) {
+    return pass.is_done || forgets_all || pass.first < oldest;
+  };
+  passes_.erase(std::remove_if(passes_.begin(), passes_.end(), is_forgotten), passes_.end());
+  ForwardPass& pass = passes_.emplace_back();
+  pass.first = next_call_;
+  pass.calls.reserve(last_order_.size());  // so that no unit's forward allocates
+  pass.events.reserve(2 * last_order_.size());
   open_ = -1;
   current_order_.clear();
   next_ = 0;
@@ -39,28 +34,8 @@ void ForwardOrder::end_forward() {
   const auto& calls = passes_.back().calls;
   if (std::none_of(calls.begin(), calls.end(),
                    [](const ForwardCall& call) { return call.with_gradient; })) {
-    const CallId first = passes_.back().first;
-    forget([&](const ForwardPass& pass) { return pass.first == first; });
+    passes_.pop_back();
   }
-}
-
-template <typename IsForgotten>
-void ForwardOrder::forget(const IsForgotten& is_forgotten) {
-  auto kept = passes_.begin();
-  for (auto pass = passes_.begin(); pass != passes_.end(); ++pass) {
-    if (is_forgotten(*pass)) {
-      pass->calls.clear();
-      pass->events.clear();
-      pass->is_done = false;
-      spare_.push_back(std::move(*pass));
-    } else {
-      if (kept != pass) {
-        *kept = std::move(*pass);
-      }
-      ++kept;
-    }
-  }
-  passes_.erase(kept, passes_.end());
 }
 
 // Finds the unit in the recorded order even if this forward leaves units out or reorders them.
@@ -114,7 +89,7 @@ ForwardCall* ForwardOrder::find(CallId id) {
 }
 
 void ForwardOrder::reset() {
-  forget([](const ForwardPass&) { return true; });
+  passes_.clear();
   open_ = -1;
   current_order_.clear();
   if (!is_recorded_) {

@@ -76,16 +76,13 @@ class ForwardOrder {
   const std::vector<ForwardEvent>& first_events() const { return first_events_; }
 
  private:
-  template <typename IsForgotten>
-  void forget(const IsForgotten& is_forgotten);
   ForwardCall* find(CallId call);
 
   std::vector<int> last_order_;     // units in the order that the last whole forward entered them
   std::vector<int> current_order_;  // the same of the forward that runs
   std::size_t next_ = 0;            // in last_order_, behind the unit that runs
   std::vector<ForwardPass> passes_;
-  std::vector<ForwardPass> spare_;  // their memory serves the next forwards
-  int open_ = -1;                   // the innermost call that runs
+  int open_ = -1;  // the innermost call that runs
   CallId next_call_ = 0;
   std::vector<ForwardEvent> first_events_;
   bool is_recorded_ = false;
