@@ -233,20 +233,6 @@ bool have_accumulated(const std::vector<std::unique_ptr<Bucket>>& buckets) {
                      [](const auto& bucket) { return bucket->reduction.accumulated().any(); });
 }
 
-std::size_t moments_of(const std::vector<std::unique_ptr<Bucket>>& buckets) {
-  constexpr std::size_t kOfAUnit = 12;
-  constexpr std::size_t kOfAPiece = 8;
-  std::size_t moments = kOfAUnit;
-  for (const auto& bucket : buckets) {
-    const GroupShard* const group = bucket->gather.group();
-    const std::size_t pieces = bucket->gather.all_ranks().pieces.size() +
-                               bucket->reduction.pieces().size() +
-                               (group != nullptr ? group->source.pieces.size() : 0);
-    moments += kOfAUnit * bucket->units.size() + kOfAPiece * pieces;
-  }
-  return moments;
-}
-
 bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   return std::any_of(buckets.begin(), buckets.end(),
                      [](const auto& bucket) { return bucket->mesh != nullptr; });

@@ -91,9 +91,6 @@ struct Bucket {
 std::vector<BucketUse> uses_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
 // Whether some have gradients of backwards without gradient sync.
 bool have_accumulated(const std::vector<std::unique_ptr<Bucket>>& buckets);
-// About how many moments the ledger marks in an iteration. Each unit has a forward, a backward and
-// waits, and each piece has copies and a message.
-std::size_t moments_of(const std::vector<std::unique_ptr<Bucket>>& buckets);
 // Whether units are on several meshes. Buckets may then have other sizes on other ranks: Note
 // [several meshes].
 bool has_several_meshes(const std::vector<std::unique_ptr<Bucket>>& buckets);

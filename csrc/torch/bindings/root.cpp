@@ -80,7 +80,9 @@ void keep_times(TorchRoot& root, std::size_t iterations) {
     drained = false;
   }
   Pipeline& pipeline = root.pipeline();
-  pipeline.ledger().keep_times(iterations, moments_of(pipeline.units().buckets()), drained);
+  // A unit has a forward, a backward, waits and messages. More moments are made when they are
+  // needed.
+  pipeline.ledger().keep_times(iterations, 24 * (pipeline.units().all().size() + 1), drained);
 }
 
 // The fields of class Span in fsdp_ext/profiler/recording.py, where they are documented. A time

@@ -115,8 +115,7 @@ TEST_P(CudaSchedule, TimesAreThoseOfTheStreamsAndNotOfTheHost) {
   on_ranks(setting, [&](Rank& rank, int r) {
     Ledger& ledger = rank.pipeline->ledger();
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->ledger().keep_times(2, moments_of(rank.pipeline->units().buckets()),
-                                       /*drained=*/true);
+    rank.pipeline->ledger().keep_times(2, /*moments=*/100, /*drained=*/true);
     for (int step = 1; step < 5; ++step) {
       rank.lanes->device->delay(rank.lanes->device->compute_stream(), std::chrono::milliseconds(5));
       rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
@@ -155,8 +154,7 @@ TEST_P(CudaSchedule, AWaitOfTheComputeStreamEndsAfterItsGather) {
   }
   on_ranks(setting, [&](Rank& rank, int r) {
     rank.step(static_cast<float>(r + 1), mean_of(setting.ranks(), 0));
-    rank.pipeline->ledger().keep_times(1, moments_of(rank.pipeline->units().buckets()),
-                                       /*drained=*/true);
+    rank.pipeline->ledger().keep_times(1, /*moments=*/100, /*drained=*/true);
     rank.lanes->device->delay(rank.lanes->gather.stream(), std::chrono::milliseconds(10));
     rank.step(static_cast<float>(r + 2), mean_of(setting.ranks(), 1));
     synchronize_all(rank);
@@ -189,8 +187,7 @@ TEST_P(CudaSchedule, ACaptureRecordsNoTimes) {
     rank.step(2.0F, 2.0F);
     rank.step(2.0F, 2.0F);
     synchronize_all(rank);
-    rank.pipeline->ledger().keep_times(4, moments_of(rank.pipeline->units().buckets()),
-                                       /*drained=*/true);
+    rank.pipeline->ledger().keep_times(4, /*moments=*/100, /*drained=*/true);
     begin_capture(compute_stream);
     rank.step(3.0F, 3.0F);
     const FakeGraph graph = end_capture(compute_stream);
