@@ -13,7 +13,6 @@
 
 #include "base/check.h"
 #include "base/mix.h"
-#include "core/record/flight_recorder.h"
 #include "torch/dtype.h"
 #include "torch/torch_root.h"
 #include "torch/with_python.h"
@@ -471,15 +470,7 @@ void TorchUnit::before_change_of_gradients() {
   if (root != nullptr && !root->is_retired()) {
     const NoGilIfHeld no_gil;
     const TorchRoot::Turn turn = root->take_turn();
-    Pipeline& pipeline = root->pipeline();
-    const Bucket* const bucket = pipeline.unit(number_).bucket;
-    try {
-      if (bucket != nullptr) {
-        pipeline.reducer().wait_before_change(*bucket);
-      }
-    } catch (const Error& error) {
-      throw_with_flight_record(error, root->lanes(), nullptr);
-    }
+    root->pipeline().wait_before_change(number_);
   }
 }
 

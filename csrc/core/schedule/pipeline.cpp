@@ -203,7 +203,19 @@ void Pipeline::wait_for_reductions() try {
   fail(error);
 }
 
+void Pipeline::wait_before_change(int number) try {
+  if (const Bucket* const bucket = unit(number).bucket) {
+    reducer_.wait_before_change(*bucket);
+  }
+} catch (const Error& error) {
+  fail(error);
+}
+
 void Pipeline::update_buckets() try { units_.update(); } catch (const Error& error) {
+  fail(error);
+}
+
+void Pipeline::form_buckets() try { units_.form_if_none(); } catch (const Error& error) {
   fail(error);
 }
 

@@ -103,8 +103,12 @@ class Pipeline {
   // - Between passes.
   // Makes the compute stream wait for the reductions of earlier backwards.
   void wait_for_reductions();
+  // The same for one unit, before its gradients change.
+  void wait_before_change(int unit);
   // Makes the buckets and their memory as the next forward would.
   void update_buckets();
+  // Forms the buckets without planning their memory, if there are none.
+  void form_buckets();
 
   // The prefetch depth and is_last_backward may change, between passes.
   PipelineOptions& options() { return options_; }

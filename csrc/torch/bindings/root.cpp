@@ -180,18 +180,6 @@ py::list all_gather(TorchRoot& root, const std::string& what, const std::string&
   return result;
 }
 
-// Forms the buckets if there are none. An error ends the lanes, as in the pipeline's calls.
-void form_if_none(TorchRoot& root) try {
-  try {
-    root.pipeline().units().form_if_none();
-  } catch (const Error& error) {
-    throw_with_flight_record(error, root.lanes(), root.replicas());
-  }
-} catch (const Error&) {
-  abort_after_failure(root.lanes(), root.replicas());
-  throw;
-}
-
 // Calls a method with the calling thread as the root's user. Methods of the pipeline run without
 // the GIL.
 template <typename... Arguments>
@@ -252,7 +240,7 @@ void register_schedule(RootClass& bound) {
       .def("form_buckets", [](TorchRoot& root) {
         const UseOfRoot use(root);
         const py::gil_scoped_release no_gil;  // it waits for the lanes
-        form_if_none(root);
+        root.pipeline().form_buckets();
       });
 }
 
