@@ -83,8 +83,10 @@ CASES = [
 def settings(root: Any) -> list[Choice]:
     """Return the settings of the sweep: bucket sizes (halvings of the model, and 0) and depths."""
     total = sum(bucket["gather_bytes"] for bucket in root.impl.buckets())
+    units = range(len(root.units))
+    of_units = sum(root.impl.layout_of(number).unsharded_bytes for number in units)
     sizes = [0]
-    while total > sum(root.impl.unsharded_bytes()) // len(root.units):
+    while total > of_units // len(units):
         sizes.append(total)
         total //= 2
     return [Choice(nbytes, depth) for nbytes in sizes for depth in DEPTHS]

@@ -46,7 +46,7 @@ class Recording:
     def __init__(self, root: Root, kept: int) -> None:
         units, first = root.units, root.units[0]
         self.names = [unit.name for unit in units]
-        self.sizes = root.impl.unsharded_bytes()
+        self.sizes = [root.impl.layout_of(number).unsharded_bytes for number in range(len(units))]
         trainable = [
             sum(param.sharded.numel() for param in unit.params if param.requires_grad)
             for unit in units

@@ -172,6 +172,9 @@ void register_layout(py::module_& m) {
            py::arg("params"), py::arg("world_size"), py::arg("grad_dtype"), py::arg("reduce_dtype"),
            py::arg("direct_bytes") = kDirectBytes, py::arg("is_offloaded") = false)
       .def_property_readonly("world_size", &UnitLayout::world_size)
+      .def_property_readonly(
+          "reduce_dtype",
+          [](const UnitLayout& layout) { return to_scalar_type(layout.reduce_dtype()); })
       .def_property_readonly("placements", &UnitLayout::placements)
       .def_property_readonly("shard_bytes", &UnitLayout::shard_bytes)
       .def_property_readonly("gather_bytes", &UnitLayout::gather_bytes)

@@ -10,7 +10,6 @@
 #include "core/record/ledger.h"
 #include "core/schedule/pipeline.h"
 #include "torch/bindings/registrations.h"
-#include "torch/dtype.h"
 #include "torch/torch_root.h"
 
 namespace py = pybind11;
@@ -303,10 +302,6 @@ void register_settings(RootClass& bound) {
            [](TorchRoot& root, bool value) { root.pipeline().options().is_last_backward = value; })
       .def("pre_scale",
            [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).pre_scale; })
-      .def("reduce_dtype_of",
-           [](TorchRoot& root, int unit) {
-             return to_scalar_type(root.pipeline().unit(unit).layout.reduce_dtype());
-           })
       .def("layout_of",
            [](TorchRoot& root, int unit) { return root.pipeline().unit(unit).layout; });
 }
@@ -318,14 +313,6 @@ void register_measurements(RootClass& bound) {
              py::list result;
              for (const auto& bucket : root.pipeline().units().buckets()) {
                result.append(describe(*bucket));
-             }
-             return result;
-           })
-      .def("unsharded_bytes",
-           [](TorchRoot& root) {
-             py::list result;
-             for (const auto& unit : root.units()) {
-               result.append(unit->parameters().layout().unsharded_bytes());
              }
              return result;
            })

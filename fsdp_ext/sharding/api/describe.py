@@ -66,8 +66,12 @@ def _sentences(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
             f"keeps for that is {size(sum(bucket['group_shard_bytes'] for bucket in buckets))}"
         )
     slots = memory["ring_slots"]
-    alone = zip(root.settings.reshard_after_forward, root.impl.unsharded_bytes(), strict=True)
-    largest = max([0, *(nbytes for is_resharded, nbytes in alone if is_resharded)])
+    alone = [
+        root.impl.layout_of(number).unsharded_bytes
+        for number, is_resharded in enumerate(root.settings.reshard_after_forward)
+        if is_resharded
+    ]
+    largest = max([0, *alone])
     lines.append(
         f"{slots} slot{'s' * (slots != 1)} of up to {size(memory['ring_slot_bytes'])}: "
         f"{size(memory['ring_bytes'])}; without buckets they would be {size(slots * largest)}"

@@ -404,7 +404,7 @@ class Root(UnitTree):
             if self._impl is None:
                 self.core_settings(number, unit.grad_dtypes()[1])  # raises if one is not supported
             else:
-                dtype = self._impl.reduce_dtype_of(number)
+                dtype = self._impl.layout_of(number).reduce_dtype
                 self._impl.apply(number, self.core_settings(number, dtype))
 
     def _numbers_of(self, targets: Sequence[ParamGroup]) -> list[int]:
@@ -551,7 +551,8 @@ class Root(UnitTree):
         asked = set(units)
         try:
             for number, unit in enumerate(self.units):
-                settings = self.core_settings(number, self.impl.reduce_dtype_of(number))
+                dtype = self.impl.layout_of(number).reduce_dtype
+                settings = self.core_settings(number, dtype)
                 settings.requires_gradient_sync = unit in asked
                 self.impl.apply(number, settings)
             self.reduce_accumulated(wait=True)
