@@ -1,9 +1,9 @@
 // A unit's parts, and its settings.
 //
-// The settings may change between passes: UnitSet::apply. A new setting needs a
-// field here, a line in bindings/layout.cpp and _C.pyi, and its value in
-// fsdp_ext/sharding/root/root.py, or in unit_tree.py if the planner needs it. If buckets, their
-// memory or collectives depend on the setting, UnitSet::apply has to invalidate them.
+// The settings may change between passes: UnitSet::apply. A new setting needs a field here, a line
+// in bindings/layout.cpp and _C.pyi, and its value in fsdp_ext/sharding/root/root.py, or in
+// unit_tree.py if the planner needs it. If buckets, their memory or collectives depend on the
+// setting, UnitSet::apply has to invalidate them.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ struct UnitSettings : BucketSettings {
   bool requires_gradient_sync = true;
   bool reduces_unused = false;   // parameters that no rank uses get zeros in each reduction
   std::size_t bucket_bytes = 0;  // limit of a shared bucket (core/units/merging.h); 0: not shared
-  bool is_unmergeable = false;   // it has a hook
+  bool is_unmergeable = false;   // it has a hook, of any kind
   bool reads_whole_output = false;  // it has a reduce_hook
   // While a unit is summoned, its modules have parameters that the pipeline does not know. Forward
   // neither gathers nor attaches it, and no backward may come for it. The unit is resharded before.
@@ -61,11 +61,6 @@ struct UnitSettings : BucketSettings {
   std::shared_ptr<UserCollective> gather_hook;         // Note [custom collectives]
   std::shared_ptr<UserCollective> scatter_hook;
   std::shared_ptr<UnitUpdate> update;  // Note [updates in backward]
-
-  bool has_hook() const {
-    return reduce_hook != nullptr || communication_hook != nullptr || gather_hook != nullptr ||
-           scatter_hook != nullptr;
-  }
 };
 
 struct UnitConfig : UnitSettings {

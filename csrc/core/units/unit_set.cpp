@@ -36,10 +36,6 @@ int UnitSet::add(UnitConfig config, UnitPort& port) {
 
 void UnitSet::apply(int number, UnitSettings settings) {
   Unit& unit = at(number);
-  FSDP_CHECK(settings.is_unmergeable || !settings.has_hook(), "Unit '", unit.name,
-             "' has a hook, so it needs is_unmergeable.");
-  FSDP_CHECK(settings.reads_whole_output || settings.reduce_hook == nullptr, "Unit '", unit.name,
-             "' has a reduce hook, so it needs reads_whole_output.");
   const bool limits_differ =
       unit.bucket_bytes != settings.bucket_bytes || unit.is_unmergeable != settings.is_unmergeable;
   if (limits_differ) {
