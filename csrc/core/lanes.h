@@ -10,43 +10,33 @@
 //
 // Note [pieces]
 // A bucket that is too large for one message (`max_message_bytes`) is sent in pieces. The copies
-// around them then have streams of their own. The copies before a message (cast, pack) run on
-// `before`, those after it (unpack, finish) on `after`, so they overlap the messages of other
-// pieces. Pieces use the two halves of the staging buffer, and of the reduce input and output, in
-// turns. A bucket that is one piece needs no other stream than the lane's, unless it is packed
-// ahead: Note [packing ahead] in core/reduce/reducer.h.
+// before a message then run on the stream `before`, those after it on `after`. Pieces use the two
+// halves of the staging buffer, and of the reduce input and output, in turns. A bucket that is one
+// piece needs no other stream than the lane's, unless it is packed ahead: Note [packing ahead] in
+// core/reduce/reducer.h. docs/design/buckets.md says more.
 //
 // Note [shards and gradients in windows]
-// NCCL is fastest if it reads and writes registered memory. Without a cast, gathers read the flat
-// shards, and reductions that need no further work write the flat gradients. So when memory is
-// planned, where all ranks are together, shards move into memory of the lane's communicator.
-// Registered gradients cannot be lent (Note [lent gradients] in core/reduce/reducer.h), so
-// gradients move only if that makes the lane's reductions faster. A ring's would not be.
-// Blocks of a bounded size have several buckets each, because NCCL maps every allocation on peers,
-// and the host's launches take longer with each mapping. Buckets move one block after the other, so
-// old and new memory exist together for one block alone. A block is freed with its last tensor. If
-// a tensor of one rank has other memory since (Note [held gradients]), all ranks move theirs. Until
-// then that rank reduces into the reduce output, which is registered, too: whether a buffer is
-// registered has to be the same on all ranks.
-// Where NCCL can register nothing, no rank moves tensors, and all reduce into the flat gradients.
+// When memory is planned, where all ranks are together, shards that gathers read move into memory
+// of the lane's communicator. So do gradients that reductions write, but only if that makes the
+// lane's reductions faster. Buckets move one block after the other. A block is freed with its last
+// tensor. If a tensor of one rank has other memory since (Note [held gradients]), all ranks move
+// theirs. Until then that rank reduces into the reduce output, which is registered, too: whether a
+// buffer is registered has to be the same on all ranks. docs/design/cuda.md says why.
 //
 // Note [several meshes]
-// A unit may be shared by fewer ranks than the root. The experts of one layer, for example, are
-// other parameters on each rank of expert parallelism, and only ranks with the same experts share
-// them. Such units divide the ranks of the root's mesh into meshes, and each rank is in one of
-// them. Collectives of the unit run on the streams of the root's lanes, over communicators of their
-// own. All ranks of the root issue the collectives of all units in one order, so no two ranks wait
-// for each other, and the schedule is that of one mesh.
+// Units that fewer ranks share than the root, such as experts, divide the ranks of the root's mesh
+// into meshes. Their collectives run on the streams of the root's lanes, over communicators of
+// their own, and all ranks of the root issue the collectives of all units in one order.
 //
-// - A bucket has units of one mesh, and divides gradients by the size of that mesh.
-// - With replicas (Note [replicas] in core/reduce/reducer.h), ranks that have the same shard of the
-//   root's unit have the same shards of all units, so one lane sums the gradients of all of them.
-// - All ranks of the root compare their orders, and exchange which parameters they used. They do
-//   not compare sizes with ranks of other meshes, which may have more experts. A parameter has a
-//   gradient if a rank of its own mesh used it.
-// - Buffers that all buckets share are registered with the root's communicators alone. Registering
-//   needs the same buffers on all ranks, so their number and their sizes are the largest that any
-//   rank needs (Lane::most). Shards and gradients of other meshes have no windows.
+// - A bucket has units of one mesh.
+// - With replicas, one lane sums the gradients of all meshes, because ranks with the same shard of
+//   the root's unit have the same shards of all units.
+// - Ranks of other meshes may have other sizes, which are not compared with them.
+// - Buffers that all buckets share are registered with the root's communicators alone, with the
+//   largest number and sizes that any rank needs (Lane::most). Shards and gradients of other meshes
+//   have no windows.
+//
+// docs/design/schedule.md says more.
 #pragma once
 
 #include <algorithm>

@@ -3,26 +3,18 @@
 // Note [updates in backward]
 // An attached optimizer (fsdp_ext/optim/attached.py) updates a unit as soon as its gradients are
 // reduced, while backward computes gradients of other units. The update reads .grad of the sharded
-// parameters, and then sets it to None.
-// On a GPU, the update is issued to the stream of the reduction. The bucket's `reduced` event is
-// recorded after it, so a wait for the reduction includes the update. On the host, the update runs
-// on backward's thread and not on the lane's. On the lane's thread, Python might free a model, and
-// freeing a model waits for the lane's thread.
-// Two buckets have gradients at a time: before the third one is reduced, the update of the first
-// one is finished. The host runs it then. A GPU waits for it and lends the gradients' memory (Note
-// [lent gradients] in core/reduce/reducer.h).
-// If this rank did not use all parameters of a unit, the unit is updated at the end of backward,
-// because other ranks may have used them (Note [parameters that some ranks do not use] in
-// core/agree/backward_exchange.h).
-// An update may have to measure the gradients together with other ranks, for example for a norm.
-// Ranks may update units in different orders, so the measures come first: all updated units of a
-// bucket are measured before one of them is updated, also those of which this rank misses
-// gradients. Their flat gradients are complete, with zeros where no rank had a gradient. So all
-// ranks measure in the order of reductions.
-// Backward raises if a unit was updated after its forward, because the gradient would belong to
-// other weights. It also raises if an updated unit gets more gradients in the same backward,
-// because each update would see only a part of the gradient. After a failed backward, units that
-// were not updated lose their gradients.
+// parameters, and then sets it to None. On a GPU, the update is issued to the stream of the
+// reduction, before the bucket's `reduced` event is recorded. On the host, the update runs on
+// backward's thread: on the lane's, Python might free a model, and freeing a model waits for the
+// lane's thread. Before the third bucket is reduced, the update of the first one is finished. If
+// this rank did not use all parameters of a unit, the unit is updated at the end of backward (Note
+// [parameters that some ranks do not use] in core/agree/backward_exchange.h). An update may have to
+// measure the gradients together with other ranks. So all updated units of a bucket are measured,
+// in the order of reductions, before one of them is updated, also those of which this rank misses
+// gradients: where no rank had one, there are zeros. Backward raises if a unit was updated after
+// its forward, because the gradient would belong to other weights, and if an updated unit gets more
+// gradients in the same backward. After a failed backward, units that were not updated lose their
+// gradients. docs/design/memory.md says what this saves.
 #pragma once
 
 #include <cstdint>

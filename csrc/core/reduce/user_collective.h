@@ -2,27 +2,23 @@
 // the reduction.
 //
 // Note [reduce hooks]
-// A hook sees the whole unit at once: behind the reduce-scatter and, if there are replicas, behind
-// the all-reduce. So a unit with a hook is reduced by itself. Buckets that are formed later contain
-// this unit alone; in earlier buckets it is a set of its own (Note [units that differ] in
-// core/reduce/reducer.h). If it travels in pieces, they are finished when all of them have arrived.
-// A hook may call collectives of its own, so it runs in the order of the lane, on the thread of the
-// lane's stream if that has one.
+// A hook sees the whole unit at once, behind the reduce-scatter and the all-reduce over replicas.
+// So buckets that are formed later contain this unit alone; in earlier buckets it is a set of its
+// own (Note [units that differ] in core/reduce/reducer.h). Pieces are finished when all of them
+// have arrived. A hook may call collectives of its own, so it runs in the order of the lane, on the
+// thread of the lane's stream if that has one.
 //
 // Note [communication hooks]
-// FSDP1 lets a user's hook take the place of the reduction itself. Such a hook gets the packed
-// gradients of all ranks' rows, and writes this rank's rows averaged over all ranks. If nothing is
-// sharded, it averages the gradients in place. The hook averages, so gradients are not scaled when
-// they are packed or finished. Other reductions scale gradients. The hook is set before the first
-// forward, and the unit shares no bucket and is reduced in one piece.
+// Such a hook of FSDP1 takes the place of the reduction. It gets the packed gradients of all ranks'
+// rows, and writes this rank's rows averaged over all ranks. If nothing is sharded, it averages the
+// gradients in place. Gradients are then not scaled. The hook is set before the first forward, and
+// the unit shares no bucket and is reduced in one piece.
 //
 // Note [custom collectives]
-// FSDP2 lets objects of the user take the place of the all-gather and of the reduce-scatter. If a
-// unit has such an object, it sends each message of the unit, in the order of the lane and on its
-// stream. Copies, casts, scales and comparisons of ranks stay as they are, so gradients are scaled
-// before they are summed. A custom all-gather with smaller groups (Note [group shards]) is refused.
-// Errors of a reduce-scatter are raised at the end of backward, and those of an all-gather where
-// the unit waits for it.
+// Such an object of FSDP2 sends each message of the unit, in the order of the lane and on its
+// stream. Copies, casts, scales and comparisons of ranks stay as they are. A custom all-gather with
+// smaller groups (Note [group shards]) is refused. Errors of a reduce-scatter are raised at the end
+// of backward, and those of an all-gather where the unit waits for it.
 #pragma once
 
 #include <cstddef>
