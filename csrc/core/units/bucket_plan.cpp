@@ -32,30 +32,6 @@ PlannedBucket plan_bucket(const std::vector<UnitConfig>& units, const std::vecto
   return {numbers, std::move(layout), use, gather_plan, needs_reduce_output, first.reshard_group};
 }
 
-std::vector<int> parents_of(const std::vector<UnitConfig>& units) {
-  std::vector<int> parents;
-  parents.reserve(units.size());
-  for (const UnitConfig& unit : units) {
-    parents.push_back(unit.parent);
-  }
-  return parents;
-}
-
-std::vector<PlannedBucket> form_buckets(const std::vector<UnitConfig>& units,
-                                        const std::vector<int>& parents,
-                                        const BucketPlanOptions& options) {
-  std::vector<MergeTraits> traits;
-  traits.reserve(units.size());
-  for (const UnitConfig& unit : units) {
-    traits.push_back(merge_traits(unit));
-  }
-  std::vector<PlannedBucket> buckets;
-  for (const std::vector<int>& numbers : merge_units(traits, events_of_registration(parents))) {
-    buckets.push_back(plan_bucket(units, numbers, options));
-  }
-  return buckets;
-}
-
 // Each size of smaller groups has lanes of its own: Note [group shards].
 std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
                                       const TransportTraits& transport) {
@@ -74,9 +50,16 @@ std::size_t message_staging_of_groups(const std::vector<UnitConfig>& units,
 
 BucketPlan plan_buckets(const std::vector<UnitConfig>& units, const BucketPlanOptions& options) {
   FSDP_CHECK(!units.empty(), "A plan got no units. Pass at least the root's.");
-  const std::vector<int> parents = parents_of(units);
+  std::vector<const UnitConfig*> configs;
+  configs.reserve(units.size());
+  for (const UnitConfig& unit : units) {
+    configs.push_back(&unit);
+  }
+  const std::vector<int> parents = parents_of(configs);
   BucketPlan plan;
-  plan.buckets = form_buckets(units, parents, options);
+  for (const std::vector<int>& numbers : merge_units(configs, events_of_registration(parents))) {
+    plan.buckets.push_back(plan_bucket(units, numbers, options));
+  }
   std::vector<BucketUse> uses;
   Partition partition;
   const bool has_peers = units.front().layout.world_size() > 1;

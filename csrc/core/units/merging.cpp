@@ -17,29 +17,41 @@ struct Run {
   std::vector<int> units;
   std::size_t bytes = 0;
   std::size_t limit = 0;
-  const MergeTraits* like = nullptr;       // any unit
-  const MergeTraits* sent = nullptr;       // any unit that has bytes to send
-  const MergeTraits* trainable = nullptr;  // any unit with trainable parameters
+  const UnitConfig* like = nullptr;       // any unit
+  const UnitConfig* sent = nullptr;       // any unit that has bytes to send
+  const UnitConfig* trainable = nullptr;  // any unit with trainable parameters
 };
 
-bool are_alike(const MergeTraits& a, const MergeTraits& b) {
+// What all ranks together gather.
+std::size_t bytes_of(const UnitConfig& unit) {
+  return unit.layout.gather_bytes() * static_cast<std::size_t>(unit.layout.world_size());
+}
+
+// For the bytes of the unit's bucket; 0: the unit shares with none. A single rank sends nothing.
+std::size_t limit_of(const UnitConfig& unit) {
+  return unit.layout.world_size() == 1 || unit.is_unmergeable ? 0 : unit.bucket_bytes;
+}
+
+bool are_alike(const UnitConfig& a, const UnitConfig& b) {
   return a.mesh == b.mesh && a.message_limits == b.message_limits &&
-         a.is_offloaded == b.is_offloaded && a.reshard_alike(b);
+         a.layout.is_offloaded() == b.layout.is_offloaded() && a.reshard_alike(b);
 }
 
-bool are_sent_alike(const MergeTraits* a, const MergeTraits* b) {
-  return a == nullptr || b == nullptr || a->needs_cast == b->needs_cast;
+bool are_sent_alike(const UnitConfig* a, const UnitConfig* b) {
+  return a == nullptr || b == nullptr || a->layout.needs_cast() == b->layout.needs_cast();
 }
 
-bool train_alike(const MergeTraits* a, const MergeTraits* b) {
+bool train_alike(const UnitConfig* a, const UnitConfig* b) {
   return a == nullptr || b == nullptr ||
-         (a->grad_dtype == b->grad_dtype && a->reduce_dtype == b->reduce_dtype &&
-          a->gradient_dtype == b->gradient_dtype && a->scale_alike(*b));
+         (a->layout.grad_dtype() == b->layout.grad_dtype() &&
+          a->layout.reduce_dtype() == b->layout.reduce_dtype() &&
+          a->layout.unsharded_grad_dtypes().front() == b->layout.unsharded_grad_dtypes().front() &&
+          a->scale_alike(*b));
 }
 
 class Merger {
  public:
-  Merger(const std::vector<MergeTraits>& units, const std::vector<Visit>& visits)
+  Merger(const std::vector<const UnitConfig*>& units, const std::vector<Visit>& visits)
       : units_(units), visits_of_(units.size(), 0), placed_(units.size(), 0) {
     count(visits);
     place(visits);
@@ -89,16 +101,18 @@ class Merger {
   // The unit and all units nested in it, if they may share a bucket. Otherwise empty.
   Run whole(const Visit& visit) const {
     const auto unit = static_cast<std::size_t>(visit.unit);
-    const MergeTraits& traits = units_[unit];
-    if (visits_of_[unit] != 1 || traits.limit == 0 || traits.bytes > traits.limit) {
+    const UnitConfig& config = *units_[unit];
+    const std::size_t bytes = bytes_of(config);
+    const std::size_t limit = limit_of(config);
+    if (visits_of_[unit] != 1 || limit == 0 || bytes > limit) {
       return {};
     }
     Run run{{visit.unit},
-            traits.bytes,
-            traits.limit,
-            &traits,
-            traits.bytes > 0 ? &traits : nullptr,
-            traits.trainable ? &traits : nullptr};
+            bytes,
+            limit,
+            &config,
+            bytes > 0 ? &config : nullptr,
+            config.layout.trainable_count() > 0 ? &config : nullptr};
     for (const Visit& inner : visit.inner) {
       const Run below = whole(inner);
       if (below.units.empty() || !append(run, below)) {
@@ -136,7 +150,7 @@ class Merger {
     row = {};
   }
 
-  const std::vector<MergeTraits>& units_;
+  const std::vector<const UnitConfig*>& units_;
   std::vector<int> visits_of_;
   std::vector<char> placed_;
   Partition partition_;
@@ -163,22 +177,13 @@ std::vector<Visit> visits(const std::vector<ForwardEvent>& events, std::size_t& 
 
 }  // namespace
 
-MergeTraits merge_traits(const UnitConfig& unit) {
-  const UnitLayout& layout = unit.layout;
-  MergeTraits traits;
-  static_cast<BucketSettings&>(traits) = unit;
-  traits.bytes = layout.gather_bytes() * static_cast<std::size_t>(layout.world_size());
-  traits.limit = layout.world_size() == 1 || unit.is_unmergeable ? 0 : unit.bucket_bytes;
-  traits.message_limits = unit.message_limits;
-  traits.trainable = layout.trainable_count() > 0;
-  traits.grad_dtype = layout.grad_dtype();
-  traits.reduce_dtype = layout.reduce_dtype();
-  const std::vector<DType> dtypes = layout.unsharded_grad_dtypes();
-  traits.gradient_dtype = dtypes.empty() ? DType::Float32 : dtypes.front();
-  traits.is_offloaded = layout.is_offloaded();
-  traits.needs_cast = layout.needs_cast();
-  traits.mesh = unit.mesh;
-  return traits;
+std::vector<int> parents_of(const std::vector<const UnitConfig*>& units) {
+  std::vector<int> parents;
+  parents.reserve(units.size());
+  for (const UnitConfig* unit : units) {
+    parents.push_back(unit->parent);
+  }
+  return parents;
 }
 
 std::vector<ForwardEvent> events_of_registration(const std::vector<int>& parents) {
@@ -216,7 +221,7 @@ bool are_in_order_of_registration(const std::vector<ForwardEvent>& events) {
   return true;
 }
 
-Partition merge_units(const std::vector<MergeTraits>& units,
+Partition merge_units(const std::vector<const UnitConfig*>& units,
                       const std::vector<ForwardEvent>& events) {
   std::size_t position = 0;
   std::vector<int> open;

@@ -13,27 +13,9 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/dtype.h"
 #include "core/units/unit_config.h"
 
 namespace fsdp {
-
-// The properties that have to be equal for two units to share a bucket, and the unit's size.
-struct MergeTraits : BucketSettings {
-  std::size_t bytes = 0;  // that all ranks together gather
-  std::size_t limit = 0;  // for the bytes of this unit's bucket; 0: the unit shares with none
-  MessageLimits message_limits;
-  bool trainable = true;  // otherwise the dtypes and scales of gradients do not matter
-  DType grad_dtype = DType::Float32;
-  DType reduce_dtype = DType::Float32;
-  DType gradient_dtype = DType::Float32;  // of the unsharded parameters'
-  bool is_offloaded = false;
-  bool needs_cast = false;  // does not matter if there are no bytes
-  int mesh = 0;
-};
-
-// A single rank sends nothing, so its units do not share buckets.
-MergeTraits merge_traits(const UnitConfig& unit);
 
 struct ForwardEvent {
   int unit;
@@ -48,14 +30,19 @@ struct ForwardEvent {
 // `parents` has, for each unit, the number of the unit that encloses it (lower than its own), or
 // -1.
 std::vector<ForwardEvent> events_of_registration(const std::vector<int>& parents);
+std::vector<int> parents_of(const std::vector<const UnitConfig*>& units);
 
 // Whether forward entered the units in order of registration, each once.
 bool are_in_order_of_registration(const std::vector<ForwardEvent>& events);
 
+// Two units share a bucket only if they are on one mesh, are resharded and sent alike, and have
+// gradients of the same dtypes and scales. Units that send nothing, or train nothing, have no say
+// in the last two.
+//
 // The buckets in order of their first units, each with its units in the order of `events`. Units
 // without events are alone.
 using Partition = std::vector<std::vector<int>>;
-Partition merge_units(const std::vector<MergeTraits>& units,
+Partition merge_units(const std::vector<const UnitConfig*>& units,
                       const std::vector<ForwardEvent>& events);
 
 }  // namespace fsdp

@@ -19,7 +19,7 @@
 
 namespace fsdp {
 
-// core/units/merging.h lists the settings that are the same for all units of a bucket.
+// core/units/merging.cpp compares the settings that are the same for all units of a bucket.
 struct BucketSettings {
   bool reshard_after_forward = true;
   int reshard_group = 0;  // ranks; 0: all. Note [group shards] in core/gather/bucket_gather.h

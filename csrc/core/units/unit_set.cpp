@@ -129,20 +129,18 @@ bool UnitSet::has_other_groups() const {
 
 // See core/units/merging.h.
 Partition UnitSet::partition() const {
-  std::vector<MergeTraits> traits;
-  for (const auto& unit : units_) {
-    traits.push_back(merge_traits(*unit));
-  }
-  return merge_units(traits, forward_order_.is_recorded() ? forward_order_.first_events()
-                                                          : events_of_registration(parents()));
+  const std::vector<const UnitConfig*> units = configs();
+  return merge_units(units, forward_order_.is_recorded()
+                                ? forward_order_.first_events()
+                                : events_of_registration(parents_of(units)));
 }
 
-std::vector<int> UnitSet::parents() const {
-  std::vector<int> parents;
+std::vector<const UnitConfig*> UnitSet::configs() const {
+  std::vector<const UnitConfig*> configs;
   for (const auto& unit : units_) {
-    parents.push_back(unit->parent);
+    configs.push_back(unit.get());
   }
-  return parents;
+  return configs;
 }
 
 void UnitSet::compare_ranks(const Partition& partition) {
@@ -203,7 +201,7 @@ void UnitSet::plan_memory() {
       buckets_, ring_slots(options_.nesting, depth, root.reshard_after_forward, root.layout),
       has_prefetch_lists || runs_in_other_order_
           ? BucketSets{}
-          : unsharded_together(partition_, parents(), uses_of(buckets_), depth),
+          : unsharded_together(partition_, parents_of(configs()), uses_of(buckets_), depth),
       options_.keeps_gather_inputs);
   reducer_.plan_memory(buckets_);
   planned_depth_ = options_.prefetch_depth;

@@ -82,7 +82,7 @@ class UnitSet {
   bool any_rank_has_accumulated() const;
   bool has_other_groups() const;
   Partition partition() const;
-  std::vector<int> parents() const;
+  std::vector<const UnitConfig*> configs() const;
   void note_order();
   void compare_ranks(const Partition& partition);
   void form(const Partition& partition);
