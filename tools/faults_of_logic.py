@@ -9,7 +9,7 @@ SHARDING, OPTIM, OFFLOADING = "fsdp_ext/sharding", "fsdp_ext/optim", "fsdp_ext/o
 CHECKPOINT = "fsdp_ext/checkpoint"
 # The C++ tests of what the faults are in: the schedule, collectives on the host, and packing.
 CPP = (
-    "-*Nccl*:*Deadlock*:*RanksApart*:*Flight*:*Forks*:*TwoLanes*:*Ledger*:*HostClock*:"
+    "-*Nccl*:*Deadlock*:*RanksApart*:*Flight*:*Forks*:*TwoLanes*:*Ledger*:"
     "*HostStream*:*TwoRanks*:*DamagedPeer*:*Arena*"
 )
 
