@@ -160,36 +160,6 @@ bool FailureBoard::has_written(const std::string& key,
   return is_there;
 }
 
-std::string FailureBoard::exchange_histories(const std::vector<std::string>& labels,
-                                             int global_rank, int other) const {
-  std::string mine = detail::concat("\nThe last collectives of rank ", global_rank, ":");
-  for (const std::string& label : labels) {
-    mine += "\n  " + label;
-  }
-  if (store_ == nullptr) {
-    return mine;
-  }
-  try {
-    auto answer = call_apart([board = *this, mine, global_rank, other] {
-      return board.ask_history(mine, global_rank, other);
-    });
-    const bool is_ready = answer.wait_for(kLongestExchange) == std::future_status::ready;
-    return mine + (is_ready ? answer.get() : "");
-  } catch (const std::exception&) {
-    return mine;  // the store cannot be reached
-  }
-}
-
-std::string FailureBoard::ask_history(const std::string& mine, int global_rank, int other) const {
-  const auto place_of = [](int rank) { return detail::concat("fsdp_ext/history/", rank); };
-  store_->set(place_of(global_rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
-  if (!has_written(place_of(other), std::chrono::steady_clock::now() + kLongestWaitForOthers)) {
-    return "";
-  }
-  const std::vector<std::uint8_t> theirs = store_->get(place_of(other));
-  return text_in(reinterpret_cast<const char*>(theirs.data()), theirs.size());
-}
-
 std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store) {
   return std::make_unique<StoreBoard>(std::move(store));
 }

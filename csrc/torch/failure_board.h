@@ -40,15 +40,9 @@ class FailureBoard {
   // Only tells them.
   void tell(const std::string& what, const GroupMembers& members) const;
 
-  // Tells the other ranks the labels of this rank's last collectives. Returns them, one a line,
-  // with the labels of rank `other` if it makes the same call within a moment.
-  std::string exchange_histories(const std::vector<std::string>& labels, int global_rank,
-                                 int other) const;
-
  private:
   void post(const std::string& what, const GroupMembers& members) const;
   std::string ask(const std::string& what, const GroupMembers& members) const;
-  std::string ask_history(const std::string& mine, int global_rank, int other) const;
   bool has_written(const std::string& key, std::chrono::steady_clock::time_point until) const;
 
   c10::intrusive_ptr<c10d::Store> store_;

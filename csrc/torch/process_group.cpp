@@ -171,13 +171,9 @@ class ProcessGroupCommunicator final : public Communicator {
 
   std::string message_of(const std::exception& error, const std::string& what) const {
     const std::string reason = plain_text(error);
-    if (const auto* different = dynamic_cast<const DifferentCollectives*>(&error)) {
-      const std::vector<std::string> labels =
-          published_ != nullptr ? published_->activity.labels() : std::vector<std::string>();
-      const int rank = lanes_.members.global_rank;
-      return detail::concat(
-          "rank ", rank, ": ranks issued different collectives: ", reason,
-          lanes_.failures->exchange_histories(labels, rank, different->global_rank));
+    if (dynamic_cast<const DifferentCollectives*>(&error) != nullptr) {
+      return detail::concat("rank ", lanes_.members.global_rank,
+                            ": ranks issued different collectives: ", reason);
     }
     if (dynamic_cast<const HostFailure*>(&error) != nullptr) {
       if (find_ended_rank(what) == nullptr) {

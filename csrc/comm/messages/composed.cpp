@@ -437,9 +437,9 @@ void ComposedCollectives::check_first(int from) {
     // The difference is the reason even if sending fails.
   }
   const int other = global_ranks_[static_cast<std::size_t>(from)];
-  throw DifferentCollectives(
-      other, detail::concat("this rank is in ", mine_->describe(), ", and rank ", other, " is in ",
-                            theirs.describe(), ". ", kRunTheSameUnits));
+  throw DifferentCollectives(detail::concat("this rank is in ", mine_->describe(), ", and rank ",
+                                            other, " is in ", theirs.describe(), ". ",
+                                            kRunTheSameUnits));
 }
 
 void ComposedCollectives::finish() {

@@ -29,14 +29,10 @@
 
 namespace fsdp {
 
-// Another rank is in another collective. Both ranks throw this. The message ends with a full stop,
-// because who catches it appends the last collectives.
+// Another rank is in another collective. Both ranks throw this.
 class DifferentCollectives : public Error {
  public:
-  DifferentCollectives(int a_rank, const std::string& message)
-      : Error(message), global_rank(a_rank) {}
-
-  const int global_rank;  // the other one
+  using Error::Error;
 };
 
 class ComposedCollectives {

@@ -62,41 +62,30 @@ std::string Operation::describe() const {
 void Activity::begin(const std::string& label) {
   const std::uint64_t version = version_.load(std::memory_order_relaxed);
   version_.store(version + 1, std::memory_order_relaxed);
-  std::atomic<std::uint64_t>* words = words_[(version / 2 + 1) % kKept];
   const std::size_t length = std::min(label.size(), kLabelBytes - 1);
   for (std::size_t i = 0; i * sizeof(std::uint64_t) <= length; ++i) {
     const std::size_t first = i * sizeof(std::uint64_t);
     std::uint64_t word = 0;
     std::memcpy(&word, label.data() + first, std::min(length - first, sizeof(word)));
-    words[i].store(word, std::memory_order_release);
+    words_[i].store(word, std::memory_order_release);
   }
   version_.store(version + 2, std::memory_order_release);
 }
 
-std::vector<std::string> Activity::labels() const {
+std::string Activity::label() const {
   constexpr int kAttempts = 100;
-  char texts[kKept][kLabelBytes];
+  char text[kLabelBytes];
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::uint64_t before = version_.load(std::memory_order_acquire);
-    for (std::size_t i = 0; i < kKept * kWords; ++i) {
-      const std::uint64_t word = words_[i / kWords][i % kWords].load(std::memory_order_acquire);
-      std::memcpy(texts[i / kWords] + i % kWords * sizeof(word), &word, sizeof(word));
+    for (std::size_t i = 0; i < kWords; ++i) {
+      const std::uint64_t word = words_[i].load(std::memory_order_acquire);
+      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
     }
     if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
-      const std::uint64_t last = before / 2;
-      std::vector<std::string> labels;
-      for (std::uint64_t i = last >= kKept ? last - kKept + 1 : 1; i <= last; ++i) {
-        labels.push_back(text_in(texts[i % kKept], kLabelBytes));
-      }
-      return labels;
+      return text_in(text, sizeof(text));
     }
   }
   return {};
-}
-
-std::string Activity::label() const {
-  const std::vector<std::string> all = labels();
-  return all.empty() ? std::string() : all.back();
 }
 
 // - Issuer

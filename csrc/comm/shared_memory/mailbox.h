@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "base/dtype.h"
 #include "comm/shared_memory/futex.h"
@@ -30,12 +29,10 @@ struct Operation {
   std::uint64_t after = 0;
 };
 
-// The labels of the collectives that a lane has run last. Peers may read them while they change,
-// and then see none.
+// The label of the collective that a lane has run last. Peers may read it while it changes, and
+// then see none.
 class Activity {
  public:
-  static constexpr std::size_t kKept = 16;
-
   void begin(const std::string& label);
   void end() { ended_.store(begun(), std::memory_order_release); }
 
@@ -47,16 +44,14 @@ class Activity {
   bool is_busy() const { return ended() != begun(); }
   // The label of the current collective, or else of the last one. Cut if it is long.
   std::string label() const;
-  // The labels of the last collectives, in their order.
-  std::vector<std::string> labels() const;
 
  private:
   static constexpr std::size_t kWords = 16;
   static constexpr std::size_t kLabelBytes = kWords * sizeof(std::uint64_t);
 
-  std::atomic<std::uint64_t> version_{0};  // twice the number of labels; odd while one changes
+  std::atomic<std::uint64_t> version_{0};  // twice the number of labels; odd while it changes
   std::atomic<std::uint32_t> ended_{0};
-  std::atomic<std::uint64_t> words_[kKept][kWords] = {};
+  std::atomic<std::uint64_t> words_[kWords] = {};
 };
 
 // Which thread of the host issues work on a lane, and whether that thread is blocked until the lane

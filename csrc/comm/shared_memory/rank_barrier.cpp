@@ -73,17 +73,10 @@ const char* RankBarrier::wait_for_input(int from, const Operation& operation) {
 
 void RankBarrier::throw_mismatch(const Peer& peer, const Operation& mine,
                                  const Operation& theirs) const {
-  std::string text = detail::concat(
+  throw Error(detail::concat(
       message_prefix(), "ranks issued different collectives: this rank issued ", *what_, ", ",
       mine.describe(), ", and rank ", peer.global_rank, " issued ", peer.mailbox().activity.label(),
-      ", ", theirs.describe(), ". ", kRunTheSameUnits);
-  for (const Peer* rank : {&peers_[static_cast<std::size_t>(rank_)], &peer}) {
-    text += detail::concat("\nThe last collectives of rank ", rank->global_rank, ":");
-    for (const std::string& label : rank->mailbox().activity.labels()) {
-      text += "\n  " + label;
-    }
-  }
-  throw Error(text);
+      ", ", theirs.describe(), ". ", kRunTheSameUnits));
 }
 
 void RankBarrier::finish() {
