@@ -23,14 +23,6 @@ void add_range(TileTable& table, CopyRange range, std::int64_t tile_elements) {
   table.ranges.push_back(range);
 }
 
-void check_runs(std::int64_t chunk, std::int64_t runs, std::int64_t stride) {
-  FSDP_CHECK(runs >= 1 && chunk % runs == 0, "a chunk of ", chunk, " got ", runs,
-             " runs. Pass a number of runs that divides it.");
-  FSDP_CHECK(stride == 0 || (runs == 1 && stride >= chunk), "a part of ", chunk, " got a chunk of ",
-             stride, " and ", runs,
-             " runs. Pass one run, and a chunk at least as large as its part.");
-}
-
 }  // namespace
 
 std::uint32_t TileTable::first_tile_of_entry(std::int32_t entry) const {
@@ -54,7 +46,6 @@ TileTable make_table(const PackPlan& plan) {
     const PackEntry& entry = plan.entries[i];
     const std::int64_t end =
         i + 1 < plan.entries.size() ? plan.entries[i + 1].offset : plan.segment_numel;
-    check_runs(entry.chunk_numel, entry.runs, entry.stride);
     CopyRange range;
     range.destination = entry.offset;
     range.extent = end - entry.offset;
@@ -74,7 +65,6 @@ TileTable make_table(const UnpackPlan& plan) {
     const UnpackEntry& entry = plan.entries[i];
     const auto chunk = static_cast<std::int64_t>(entry.chunk_bytes);
     const auto stride = static_cast<std::int64_t>(entry.stride);
-    check_runs(chunk, entry.runs, stride);
     CopyRange range;
     range.source = static_cast<std::int64_t>(entry.source_offset);
     range.destination = static_cast<std::int64_t>(entry.destination_offset);

@@ -451,13 +451,6 @@ TEST(ComposedErrors, AFailureReachesTheRanksOfItsHost) {
   EXPECT_EQ(errors[0], reason);
 }
 
-TEST(HostMap, NumbersOfHostsAreChecked) {
-  for (const Hosts& hosts : {Hosts{0, 2}, Hosts{-1, 0}}) {
-    EXPECT_NE(message_of([&] { HostMap map(hosts); }).find("Number the hosts from 0 on"),
-              std::string::npos);
-  }
-}
-
 TEST(MessageStaging, DependsOnRanksAlone) {
   using Use = MessageStaging::Use;
   EXPECT_EQ(MessageStaging(1, Use::Gathers).bytes, 0u);

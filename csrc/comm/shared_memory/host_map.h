@@ -1,26 +1,17 @@
 // Which ranks of a group share a host.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <numeric>
 #include <utility>
 #include <vector>
 
-#include "base/check.h"
-
 namespace fsdp {
 
 class HostMap {
  public:
-  // `hosts` has the number of each rank's host, by rank.
+  // `hosts` has the number of each rank's host, from 0 on, by rank.
   explicit HostMap(std::vector<int> hosts) : hosts_(std::move(hosts)), places_(hosts_.size()) {
-    FSDP_CHECK(std::all_of(hosts_.begin(), hosts_.end(),
-                           [&](int host) {
-                             return host >= 0 && static_cast<std::size_t>(host) < hosts_.size();
-                           }),
-               "The number of a rank's host is negative or not less than the ", hosts_.size(),
-               " ranks. Number the hosts from 0 on.");
     ranks_.resize(hosts_.size());
     for (std::size_t rank = 0; rank < hosts_.size(); ++rank) {
       std::vector<int>& beside = ranks_[static_cast<std::size_t>(hosts_[rank])];
