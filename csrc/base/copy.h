@@ -76,4 +76,12 @@ inline void copy_past_caches(void* destination, const void* source, std::size_t 
   std::memcpy(output + head + lines, input + head + lines, bytes - head - lines);
 }
 
+inline void copy(void* destination, const void* source, std::size_t bytes, bool past_caches) {
+  if (past_caches) {
+    copy_past_caches(destination, source, bytes);
+  } else {
+    std::memcpy(destination, source, bytes);
+  }
+}
+
 }  // namespace fsdp

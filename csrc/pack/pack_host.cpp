@@ -228,15 +228,6 @@ struct RunSettings {
   std::size_t smallest_past_caches;  // bytes of a run
 };
 
-void copy_run(const void* source, void* destination, std::size_t bytes,
-              const RunSettings& settings) {
-  if (bytes >= settings.smallest_past_caches) {
-    copy_past_caches(destination, source, bytes);
-  } else {
-    std::memcpy(destination, source, bytes);
-  }
-}
-
 // fp64 has the baseline alone: nobody trains in it, and each instance takes time to compile.
 template <typename Loop, typename Source, typename Destination, typename Scale>
 void run_best_loop(InstructionSet set, const Source* source, Destination* destination,
@@ -352,11 +343,11 @@ void unpack_now(const UnpackPlan& plan, const void* staging, void* unsharded,
     const std::size_t stride = entry.stride != 0 ? entry.stride : run_bytes;
     for (std::size_t r = 0; run_bytes > 0 && r < world_size; ++r) {
       for (std::size_t k = 0; k < runs; ++k) {
-        copy_run(static_cast<const char*>(staging) + r * plan.segment_bytes + entry.source_offset +
-                     k * run_bytes,
-                 static_cast<char*>(unsharded) + entry.destination_offset +
-                     k * world_size * run_bytes + r * stride,
-                 run_bytes, settings);
+        copy(static_cast<char*>(unsharded) + entry.destination_offset + k * world_size * run_bytes +
+                 r * stride,
+             static_cast<const char*>(staging) + r * plan.segment_bytes + entry.source_offset +
+                 k * run_bytes,
+             run_bytes, run_bytes >= settings.smallest_past_caches);
       }
     }
   }
@@ -370,7 +361,8 @@ void cast_entry(const CastEntry& entry, const void* source, void* destination,
     return;
   }
   if (entry.source_dtype == DType::Bytes) {  // which are only copied, see check_cast
-    copy_run(from, to, static_cast<std::size_t>(entry.numel), settings);
+    const auto bytes = static_cast<std::size_t>(entry.numel);
+    copy(to, from, bytes, bytes >= settings.smallest_past_caches);
     return;
   }
   with_floats(entry.source_dtype, entry.destination_dtype, [&](auto in, auto out) {

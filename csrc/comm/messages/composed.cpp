@@ -155,11 +155,7 @@ void ComposedCollectives::gather_large(const void* input, char* output, std::siz
     }
   };
   const auto put = [&](int rank, const char* all) {
-    if (whole >= kLargeOutput) {
-      copy_past_caches(gathered + at(rank), all + at(rank), bytes);
-    } else {
-      std::memcpy(gathered + at(rank), all + at(rank), bytes);
-    }
+    copy(gathered + at(rank), all + at(rank), bytes, /*past_caches=*/whole >= kLargeOutput);
   };
   std::vector<std::pair<int, std::unique_ptr<Message>>> received;
   std::vector<std::pair<int, std::unique_ptr<Message>>> sent;

@@ -183,14 +183,6 @@ class SharedMemoryCommunicator final : public Communicator {
     }
   }
 
-  static void copy(void* output, const void* input, std::size_t bytes, bool large) {
-    if (large) {
-      copy_past_caches(output, input, bytes);
-    } else {
-      std::memcpy(output, input, bytes);
-    }
-  }
-
   void gather_through_staging(const std::vector<GatherPart>& parts) {
     for (const GatherPart& part : parts) {
       const bool large = part.bytes * sources_.size() >= kLargeOutput;
