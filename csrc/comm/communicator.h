@@ -133,8 +133,9 @@ class Communicator {
 
   // An all-gather of a few bytes of host memory, off the hot path. Ranks use it to compare their
   // next actions. `output` is complete for work behind this call on the stream.
-  virtual void host_all_gather(Stream& stream, const void* input, void* output,
-                               std::size_t bytes) = 0;
+  virtual void host_all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) {
+    all_gather(stream, input, output, bytes);
+  }
 
   // Collectives are recorded once a group is set: Note [flight records] in
   // core/record/flight_tape.h.

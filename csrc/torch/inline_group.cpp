@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace fsdp {
 namespace {
 
-enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce, Host };
+enum class Kind : std::uint64_t { AllGather, ReduceScatter, AllReduce };
 
 // A rank's announcement of its next collective.
 struct Next {
@@ -55,12 +55,6 @@ class InlineCommunicator final : public Communicator {
     run(stream, Kind::AllReduce, numel * itemsize(dtype), [this, data, numel, dtype] {
       collectives_.attr("all_reduce")(view_of(data, numel, dtype));
     });
-  }
-
-  void host_all_gather(Stream& stream, const void* input, void* output,
-                       std::size_t bytes) override {
-    run(stream, Kind::Host, bytes,
-        [this, input, output, bytes] { all_gather_now(input, output, bytes); });
   }
 
   void abort(const std::string& reason) override {

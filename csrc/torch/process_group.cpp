@@ -57,7 +57,7 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
-    enqueue(stream, tag(), [this, input, output, bytes](const Name& name) {
+    enqueue(stream, [this, input, output, bytes](const Name& name) {
       if (composed_ != nullptr) {
         composed_->all_gather(name, input, output, bytes);
       } else {
@@ -68,7 +68,7 @@ class ProcessGroupCommunicator final : public Communicator {
 
   void reduce_scatter(Stream& stream, const void* input, void* output, std::size_t numel,
                       DType dtype) override {
-    enqueue(stream, tag(), [this, input, output, numel, dtype](const Name& name) {
+    enqueue(stream, [this, input, output, numel, dtype](const Name& name) {
       if (composed_ != nullptr) {
         composed_->reduce_scatter(name, input, output, numel, dtype);
       } else {
@@ -78,23 +78,12 @@ class ProcessGroupCommunicator final : public Communicator {
   }
 
   void all_reduce(Stream& stream, void* data, std::size_t numel, DType dtype) override {
-    enqueue(stream, tag(), [this, data, numel, dtype](const Name& name) {
+    enqueue(stream, [this, data, numel, dtype](const Name& name) {
       if (composed_ != nullptr) {
         composed_->all_reduce(name, data, numel, dtype);
       } else {
         std::vector<at::Tensor> tensors = {view_of(data, numel, dtype)};
         backend_->allreduce(tensors)->wait();
-      }
-    });
-  }
-
-  void host_all_gather(Stream& stream, const void* input, void* output,
-                       std::size_t bytes) override {
-    enqueue(stream, /*tag=*/0, [this, input, output, bytes](const Name& name) {
-      if (composed_ != nullptr) {
-        composed_->all_gather(name, input, output, bytes);
-      } else {
-        all_gather_now(*backend_, input, output, bytes);
       }
     });
   }
@@ -130,11 +119,11 @@ class ProcessGroupCommunicator final : public Communicator {
 
   // Calls work(name), with the announced name of the collective.
   template <typename Work>
-  void enqueue(Stream& stream, std::uint64_t tag, Work work) {
+  void enqueue(Stream& stream, Work work) {
     if (published_ != nullptr) {
       published_->issuer.issue();
     }
-    static_cast<HostQueue&>(stream).enqueue([this, what = &what(), tag, work] {
+    static_cast<HostQueue&>(stream).enqueue([this, what = &what(), tag = tag(), work] {
       FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
       const Published published(published_, *what);
       try {

@@ -110,11 +110,6 @@ class ThreadsCommunicator final : public Communicator {
     throw Error("the schedule does not all-reduce");
   }
 
-  void host_all_gather(Stream& stream, const void* input, void* output,
-                       std::size_t bytes) override {
-    all_gather(stream, input, output, bytes);
-  }
-
   void abort(const std::string& reason) override { failure_ = reason; }
   std::string async_error() override { return failure_; }
 

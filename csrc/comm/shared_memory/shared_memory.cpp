@@ -106,11 +106,6 @@ class SharedMemoryCommunicator final : public Communicator {
     enqueue(stream, [=] { run_all_reduce(data, numel, dtype); });
   }
 
-  void host_all_gather(Stream& stream, const void* input, void* output,
-                       std::size_t bytes) override {
-    all_gather(stream, input, output, bytes);
-  }
-
   void abort(const std::string& reason) override { barrier_.abort(reason); }
   std::string async_error() override { return barrier_.async_error(); }
 
