@@ -21,15 +21,16 @@ constexpr std::chrono::milliseconds kLongestExchange{2000};
 std::string failure_of(const GroupMembers& members, const std::string& what) {
   return detail::concat("rank ", members.global_rank, " was in ", what);
 }
-std::string key_of(int global_rank) { return detail::concat("fsdp_ext/failed_in/", global_rank); }
+std::string key_of(int global_rank) { return detail::concat("failed_in/", global_rank); }
 
-// Runs `call` on a new thread, which may outlive the caller. The future has the call's exception,
-// too.
+// Runs `call` on a new thread, which may outlive the caller, and waits for it for a moment. The
+// future has the call's exception, too.
 template <typename Call>
 auto call_apart(Call call) {
   std::packaged_task<decltype(call())()> task(std::move(call));
   auto answer = task.get_future();
   std::thread(std::move(task)).detach();
+  answer.wait_for(kLongestExchange);
   return answer;
 }
 
@@ -67,12 +68,12 @@ std::string GroupMembers::name_of(int rank) const {
 
 std::string FailureBoard::exchange(const std::string& what, const GroupMembers& members) const {
   const std::string unknown = "A rank may hang, have failed, or run other collectives. ";
-  if (store_ == nullptr) {
+  if (board_ == nullptr) {
     return unknown;
   }
   try {
     auto answer = call_apart([board = *this, what, members] { return board.ask(what, members); });
-    if (answer.wait_for(kLongestExchange) == std::future_status::ready) {
+    if (answer.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
       const std::string heard = answer.get();
       return heard.empty() ? unknown : heard;
     }
@@ -102,34 +103,28 @@ std::vector<int> GroupMembers::neighbours(std::size_t most) const {
 }
 
 void FailureBoard::tell(const std::string& what, const GroupMembers& members) const {
-  if (store_ == nullptr) {
+  if (board_ == nullptr) {
     return;
   }
   try {
-    call_apart([board = *this, what, members] {
-      board.post(what, members);
-    }).wait_for(kLongestExchange);
+    call_apart([board = board_, key = key_of(members.global_rank),
+                mine = failure_of(members, what)] { board->write(key, mine); });
   } catch (const std::exception&) {
     // No thread could be started. The caller reports an error of its own.
   }
 }
 
-void FailureBoard::post(const std::string& what, const GroupMembers& members) const {
-  const std::string mine = failure_of(members, what);
-  store_->set(key_of(members.global_rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
-}
-
 std::string FailureBoard::ask(const std::string& what, const GroupMembers& members) const {
   constexpr std::size_t kMost = 8;  // ranks in the message
   const auto end = std::chrono::steady_clock::now() + kLongestWaitForOthers;
-  post(what, members);
   std::map<int, std::string> answers = {{members.global_rank, failure_of(members, what)}};
+  board_->write(key_of(members.global_rank), answers.begin()->second);
   std::string silent;
   const std::vector<int> asked = members.neighbours(kMost);
   for (const int rank : asked) {
-    if (has_written(key_of(rank), end)) {
-      const std::vector<std::uint8_t> text = store_->get(key_of(rank));
-      answers[rank] = text_in(reinterpret_cast<const char*>(text.data()), text.size());
+    const std::string text = read_until(key_of(rank), end);
+    if (!text.empty()) {
+      answers[rank] = text;
     } else {
       silent += (silent.empty() ? "" : ", ") + members.name_of(rank);
     }
@@ -149,19 +144,19 @@ std::string FailureBoard::ask(const std::string& what, const GroupMembers& membe
                         "the network to it may be down. ");
 }
 
-bool FailureBoard::has_written(const std::string& key,
-                               std::chrono::steady_clock::time_point until) const {
+std::string FailureBoard::read_until(const std::string& key,
+                                     std::chrono::steady_clock::time_point end) const {
   constexpr std::chrono::milliseconds kInterval{20};
-  bool is_there = store_->check({key});
-  while (!is_there && std::chrono::steady_clock::now() < until) {
+  std::string text = board_->read(key);
+  while (text.empty() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(kInterval);
-    is_there = store_->check({key});
+    text = board_->read(key);
   }
-  return is_there;
+  return text_in(text.data(), text.size());
 }
 
 std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store) {
-  return std::make_unique<StoreBoard>(std::move(store));
+  return store != nullptr ? std::make_unique<StoreBoard>(std::move(store)) : nullptr;
 }
 
 }  // namespace fsdp

@@ -29,8 +29,8 @@ struct GroupMembers {
 // backend has waited for.
 class FailureBoard {
  public:
-  // `store` is that of one of the lanes' groups; it may be null.
-  explicit FailureBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  // `board` is in the store of one of the lanes' groups; it may be null.
+  explicit FailureBoard(std::shared_ptr<Board> board) : board_(std::move(board)) {}
 
   // Tells the other ranks that this rank failed in `what`. Returns sentences that name the other
   // ranks' collectives and the ranks that did not answer. Waits a moment for ranks that fail a
@@ -41,14 +41,14 @@ class FailureBoard {
   void tell(const std::string& what, const GroupMembers& members) const;
 
  private:
-  void post(const std::string& what, const GroupMembers& members) const;
   std::string ask(const std::string& what, const GroupMembers& members) const;
-  bool has_written(const std::string& key, std::chrono::steady_clock::time_point until) const;
+  std::string read_until(const std::string& key, std::chrono::steady_clock::time_point end) const;
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<Board> board_;
 };
 
-// A board for the ranks that have the same store: Note [ranks that share no memory].
+// A board for the ranks that have the same store: Note [ranks that share no memory]. Null if
+// `store` is null.
 std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store);
 
 }  // namespace fsdp

@@ -183,7 +183,7 @@ std::shared_ptr<Lanes> make_process_group_lanes(c10::intrusive_ptr<c10d::Process
                                                 c10::intrusive_ptr<c10d::Store> store,
                                                 std::chrono::milliseconds timeout,
                                                 bool groups_one_by_one, HostLanes on_host) {
-  LaneGroup group{members, std::make_shared<FailureBoard>(store),
+  LaneGroup group{members, std::make_shared<FailureBoard>(make_store_board(store)),
                   std::make_shared<PublishedLanes>(), nullptr};
   if (gather->getSize() > 1 && store != nullptr) {
     group.deadlocks =
@@ -268,7 +268,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
     options.meet = [store, ranks = options.size](const std::string& name, const auto& given_up) {
       meet_at(store, "fsdp_ext/meetings/" + name, ranks, given_up);
     };
-    options.ask_others = [board = FailureBoard(std::move(store)), members](
+    options.ask_others = [board = FailureBoard(make_store_board(std::move(store))), members](
                              const std::string& what) { return board.exchange(what, members); };
   }
   Communicators communicators = make_nccl_communicators(api, *device, id, options);
