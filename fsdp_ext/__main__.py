@@ -87,11 +87,7 @@ def _describe_cuda() -> dict[str, str]:
         version, path, registration, between_nodes = _C.describe_nccl(nccl_libraries())
     except RuntimeError as error:
         return {**lines, "NCCL": str(error)}
-    how = {
-        "window": "ncclCommWindowRegister",
-        "register": "ncclCommRegister",
-        "none": "not in this version",
-    }
+    how = {"window": "ncclCommWindowRegister", "register": "ncclCommRegister"}
     lines["NCCL"] = f"{version}, {path}"
     try:
         settings = nccl_settings()
@@ -100,7 +96,7 @@ def _describe_cuda() -> dict[str, str]:
     buffers = how[registration]
     if not settings.registers_buffers:
         buffers = "off (FSDP_EXT_NCCL_REGISTER=0)"
-    elif registration != "none" and not between_nodes:
+    elif not between_nodes:
         buffers += ", on one node"
     for lane, of_lane in (("gather", settings.gather), ("reduce", settings.reduce)):
         if of_lane:

@@ -52,7 +52,7 @@ def tune(
     all ranks raise. A setting that some rank has no memory for is dropped. But if one rank alone
     runs out of memory inside a step, the others wait until the timeout, as in training.
 
-    Over NCCL 2.28 and newer, ``tune`` also times a bucket's gather and reduction with each
+    Over NCCL, ``tune`` also times a bucket's gather and reduction with each
     ``cta_policy``, and says which environment variable to set for the next run. It does not apply
     the policy, because a process makes its communicators once.
 

@@ -13,14 +13,13 @@ import torch
 
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
-from fsdp_ext.comm.lanes import nccl_lanes, nccl_libraries
+from fsdp_ext.comm.lanes import nccl_lanes
 from fsdp_ext.comm.measure_link import mean_seconds
 from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
 
 _logger = logging.getLogger("fsdp_ext")
-_FIRST_WITH_POLICIES = (2, 28)
 _IN_USE = "default"  # the policy of lanes whose environment variable names none
 _WARMUP = 2
 _ELEMENT = torch.float32
@@ -61,13 +60,10 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
     """Time a gather and a reduction of a bucket's mean size, on lanes made for each policy.
 
     All ranks call this together. The result leaves out policies that cannot be used or have no
-    memory, and lanes whose environment variable has a policy. It is empty before NCCL 2.28.
+    memory, and lanes whose environment variable has a policy.
     """
     first = root.units[0]
     if root.lanes.transport != "nccl" or not has_peers(first):
-        return ()
-    version = _C.describe_nccl(nccl_libraries())[0]
-    if tuple(map(int, version.split("."))) < _FIRST_WITH_POLICIES:
         return ()
     mean = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
     part = max(mean // _ELEMENT.itemsize, 1) * _ELEMENT.itemsize

@@ -66,9 +66,9 @@ TEST_F(NcclLibrary, IsRefusedIfItIsNotNccl) {
 }
 
 TEST_F(NcclLibrary, IsRefusedIfItIsTooOld) {
-  fake().version = 21700;
+  fake().version = 22807;
   EXPECT_SAYS(message_of([] { nccl::find_library({}); }),
-              "is NCCL 2.17.0, but fsdp_ext needs 2.18 or newer");
+              "is NCCL 2.28.7, but fsdp_ext needs 2.28.9 or newer");
 }
 
 TEST_F(NcclLibrary, IsTheOneThatTorchUses) {
@@ -120,9 +120,11 @@ TEST_F(NcclLibrary, IsRefusedIfTheProcessHasTwoAndNoTorch) {
 }
 
 TEST_F(NcclLibrary, RegistersBuffersAsItsVersionCan) {
-  const std::pair<int, const char*> expected[] = {{22707, "register"}, {22809, "register"},
-                                                  {22907, "register"}, {23006, "register"},
-                                                  {23007, "window"},   {23100, "window"}};
+  const std::pair<int, const char*> expected[] = {{22809, "register"},
+                                                  {22907, "register"},
+                                                  {23006, "register"},
+                                                  {23007, "window"},
+                                                  {23100, "window"}};
   for (const auto& [version, how] : expected) {
     fake().version = version;
     EXPECT_STREQ(nccl::find_library({}).registration(), how) << version;

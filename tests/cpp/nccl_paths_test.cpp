@@ -83,7 +83,6 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
   };
   const Expected table[] = {
       // Without a setting NCCL chooses, and windows are made where their kernels are safe.
-      {22707, 1, kUndefined, kUndefined, false, false, false},
       {22809, 1, kUndefined, kUndefined, false, false, false},
       {23006, 4, kUndefined, kUndefined, false, false, false},
       {23007, 1, kUndefined, kUndefined, true, true, false},
@@ -98,8 +97,6 @@ TEST_F(NcclPaths, OfGathersFollowTheVersionAndTheNodes) {
       {23007, 1, kZeroCtas, kZeroCtas, true, true, false},
       {23206, 4, kZeroCtas, kZeroCtas, true, true, false},
       // "auto" takes copy engines where they are safe.
-      {22707, 1, kAutoPolicy, kUndefined, false, false, false},
-      {22807, 1, kAutoPolicy, kEfficiencyPolicy, false, false, true},
       {22809, 1, kAutoPolicy, kZeroCtas, true, true, false},
       {22809, 2, kAutoPolicy, kUndefined, false, false, false},
       {23007, 1, kAutoPolicy, kZeroCtas, true, true, false},
@@ -171,21 +168,15 @@ TEST_F(NcclPaths, KeepTheOtherSettingsOfALane) {
   EXPECT_EQ(path_of_lane(api_, LaneUse::Gathers, options).settings.cta_policy, kUndefined);
 }
 
-TEST_F(NcclPaths, AreRefusedIfTheVersionLacksThemOrIsNotSafe) {
-  EXPECT_SAYS(refusal(22703, kEfficiencyPolicy),
-              "FSDP_EXT_NCCL_GATHER has a cta_policy, which NCCL has from 2.28 on, but the process "
-              "uses NCCL 2.27.3. Upgrade NCCL, or leave cta_policy out.");
-  EXPECT_SAYS(refusal(22807, kZeroCtas),
-              "FSDP_EXT_NCCL_GATHER has cta_policy=zero, but NCCL 2.28.7 cannot gather by copy "
-              "engines alone, which needs 2.28.9. Upgrade NCCL to 2.32.6 or newer, or choose "
-              "another policy.");
-  EXPECT_SAYS(refusal(22809, kZeroCtas, /*nodes=*/2),
-              "NCCL 2.28.9 cannot do so between the 2 nodes of these ranks");
+TEST_F(NcclPaths, AreRefusedIfTheVersionIsNotSafe) {
+  EXPECT_SAYS(
+      refusal(22809, kZeroCtas, /*nodes=*/2),
+      "FSDP_EXT_NCCL_GATHER has cta_policy=zero, but NCCL 2.28.9 cannot do so between the 2 "
+      "nodes of these ranks. Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
   EXPECT_SAYS(refusal(23203, kZeroCtas, /*nodes=*/2),
               "NCCL 2.32.3 cannot do so between the 2 nodes of these ranks");
   EXPECT_SAYS(refusal(23006, kZeroCtas, 1, /*driver=*/12040),
               "NCCL 2.30.6 cannot do so with a driver older than CUDA 12.5");
-  EXPECT_EQ(refusal(22703, kAutoPolicy), kNothingThrown);
 }
 
 // See Note [symmetric kernels].

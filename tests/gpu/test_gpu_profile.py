@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import nccl_library
 from support.devices import IS_EMULATED
 from support.launcher import run_ranks
 from support.rank_process import OWN_GPU
@@ -179,8 +178,6 @@ def _tuned_over_nccl() -> dict[str, set[str]]:
 def test_tune_times_the_policies_that_can_be_set(
     variables: dict[str, str], missing: set[str]
 ) -> None:
-    if nccl_library.version() < (2, 28):
-        pytest.skip("NCCL before 2.28 has no cta_policy")
     if not IS_EMULATED:
         pytest.skip("needs two GPUs of one node, as the emulated one has")
     of_lanes = {

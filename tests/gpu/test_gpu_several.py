@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import nccl_library
 from support.launcher import run_ranks
 from support.rank_process import OWN_GPU
 from torch import Tensor, nn
@@ -112,8 +111,6 @@ def _train(precision: dict[str, torch.dtype], replicas: int) -> None:
 def test_gradients_are_exact_on_every_path(
     settings: dict[str, str], precision: dict[str, torch.dtype]
 ) -> None:
-    if "cta_policy" in "".join(settings.values()) and nccl_library.version() < (2, 28):
-        pytest.skip("NCCL before 2.28 has no cta_policy")
     variables = OWN_GPU | settings
     run_ranks(_train, RANKS, precision, 1, timeout=120.0, device="cuda", variables=variables)
 

@@ -45,7 +45,7 @@ struct NcclOptions {
 // same time, with the unique id that one of them made. It starts options.deadlocks, if set.
 //
 // Throws TimeoutError if not all ranks join within the timeout, and Error with NCCL's text if NCCL
-// fails, or if its version lacks a setting.
+// fails, or if a setting is not safe in its version.
 std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_nccl_communicators(
     const nccl::Api& api, Device& device, const nccl::UniqueId& id, const NcclOptions& options);
 

@@ -68,34 +68,15 @@ Library open_library(const std::vector<std::string>& candidates) {
   return {handle, "the dynamic linker's path"};
 }
 
-template <typename Function>
-void find_function(void* handle, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(handle, name));
-}
-
-void find_functions(void* handle, Api& api) {
-  find_function(handle, "ncclGetVersion", api.GetVersion);
-  find_function(handle, "ncclGetUniqueId", api.GetUniqueId);
-  find_function(handle, "ncclCommInitRankConfig", api.CommInitRankConfig);
-  find_function(handle, "ncclCommSplit", api.CommSplit);
-  find_function(handle, "ncclCommFinalize", api.CommFinalize);
-  find_function(handle, "ncclCommDestroy", api.CommDestroy);
-  find_function(handle, "ncclCommAbort", api.CommAbort);
-  find_function(handle, "ncclCommGetAsyncError", api.CommGetAsyncError);
-  find_function(handle, "ncclCommRevoke", api.CommRevoke);
-  find_function(handle, "ncclGetErrorString", api.GetErrorString);
-  find_function(handle, "ncclGetLastError", api.GetLastError);
-  find_function(handle, "ncclAllGather", api.AllGather);
-  find_function(handle, "ncclReduceScatter", api.ReduceScatter);
-  find_function(handle, "ncclAllReduce", api.AllReduce);
-  find_function(handle, "ncclGroupStart", api.GroupStart);
-  find_function(handle, "ncclGroupEnd", api.GroupEnd);
-  find_function(handle, "ncclMemAlloc", api.MemAlloc);
-  find_function(handle, "ncclMemFree", api.MemFree);
-  find_function(handle, "ncclCommRegister", api.CommRegister);
-  find_function(handle, "ncclCommDeregister", api.CommDeregister);
-  find_function(handle, "ncclCommWindowRegister", api.CommWindowRegister);
-  find_function(handle, "ncclCommWindowDeregister", api.CommWindowDeregister);
+// Returns whether the library has all functions.
+bool find_functions(void* handle, Api& api) {
+  bool is_complete = true;
+#define FSDP_FIND(result, name, arguments)                                      \
+  api.name = reinterpret_cast<decltype(api.name)>(dlsym(handle, "nccl" #name)); \
+  is_complete = is_complete && api.name != nullptr;
+  FSDP_NCCL_FUNCTIONS(FSDP_FIND)
+#undef FSDP_FIND
+  return is_complete;
 }
 
 // Torch's library and another one in one process have separate threads and memory, and neither
@@ -130,23 +111,12 @@ std::string Api::version_text() const {
 }
 
 const char* Api::registration() const {
-  if (MemAlloc == nullptr || MemFree == nullptr) {
-    return "none";
-  }
-  if (has_windows() && has_safe_symmetric_kernels()) {
-    return "window";
-  }
-  return CommRegister != nullptr && CommDeregister != nullptr ? "register" : "none";
+  return has_safe_symmetric_kernels() ? "window" : "register";
 }
 
 bool Api::registers_between_nodes() const {
   constexpr int kFirstThatKeepsFlags = 23206;
   return version >= kFirstThatKeepsFlags;
-}
-
-bool Api::has_windows() const {
-  return version >= kFirstWithWindows && CommWindowRegister != nullptr &&
-         CommWindowDeregister != nullptr;
 }
 
 bool Api::has_safe_symmetric_kernels() const {
@@ -163,7 +133,7 @@ std::string Api::describe(Comm comm, Result error) const {
 Api find_library(const std::vector<std::string>& candidates) {
   const Library library = open_library(candidates);
   Api api;
-  find_functions(library.handle, api);
+  const bool is_complete = find_functions(library.handle, api);
   api.path = path_of(reinterpret_cast<void*>(api.GetVersion));
   check_only_one(api.path, library);
   FSDP_CHECK(api.GetVersion != nullptr && api.GetVersion(&api.version) == kSuccess,
@@ -171,12 +141,7 @@ Api find_library(const std::vector<std::string>& candidates) {
              " is not NCCL: it has no ncclGetVersion that works. Set "
              "FSDP_EXT_NCCL_SO to an NCCL library, or unset it.");
   FSDP_CHECK(api.version >= kOldestVersion, "The library from ", library.source, " (", api.path,
-             ") is NCCL ", api.version_text(), ", but fsdp_ext needs 2.18 or newer. Upgrade it.");
-  const bool is_complete = api.GetUniqueId && api.CommInitRankConfig && api.CommSplit &&
-                           api.CommFinalize && api.CommDestroy && api.CommAbort &&
-                           api.CommGetAsyncError && api.GetErrorString && api.GetLastError &&
-                           api.AllGather && api.ReduceScatter && api.AllReduce && api.GroupStart &&
-                           api.GroupEnd;
+             ") is NCCL ", api.version_text(), ", but fsdp_ext needs 2.28.9 or newer. Upgrade it.");
   FSDP_CHECK(is_complete, "The library from ", library.source, " (", api.path, ", NCCL ",
              api.version_text(), ") lacks functions that fsdp_ext needs. Upgrade it.");
   return api;

@@ -1,6 +1,5 @@
 // The part of NCCL that fsdp_ext uses, found at run time. The declarations are those of NCCL's
-// public interface (nccl.h, 2.18 and newer), so a build needs neither its header nor its library.
-// Functions of newer versions are null if the library lacks them.
+// public interface (nccl.h, 2.28.9 and newer), so a build needs neither its header nor its library.
 #pragma once
 
 #include <climits>
@@ -10,8 +9,8 @@
 
 namespace fsdp::nccl {
 
-// 2.18.0 as ncclGetVersion encodes it, the first version with ncclCommSplit.
-constexpr int kOldestVersion = 21800;
+// 2.28.9 as ncclGetVersion encodes it: the version of the oldest torch that fsdp_ext supports.
+constexpr int kOldestVersion = 22809;
 
 using Comm = struct NcclComm*;      // ncclComm_t
 using Window = struct NcclWindow*;  // ncclWindow_t
@@ -40,21 +39,14 @@ constexpr int kWindowCollSymmetric = 1;   // NCCL_WIN_COLL_SYMMETRIC
 constexpr unsigned kMagic = 0xcafebeefU;  // marks an ncclConfig_t
 constexpr int kMostCtas = 64;             // NCCL lowers it to what a version has
 
-// The first version whose ncclConfig_t has all fields of Config.
-constexpr int kWholeConfig = 22800;
-
-// 2.27 has windows, too. But there a registration that fails aborts the communicator and tells
-// nobody, and it needs address space that is never given back.
-constexpr int kFirstWithWindows = 22800;
-
 constexpr int kEfficiencyPolicy = 1;  // NCCL_CTA_POLICY_EFFICIENCY: few thread blocks
 constexpr int kZeroCtas = 2;          // NCCL_CTA_POLICY_ZERO: copy engines gather
 constexpr int kAutoPolicy = -1;  // not NCCL's: see Note [paths of lanes] in comm/nccl/nccl_paths.h
 
 // ncclConfig_t as of 2.28. NCCL reads `size` bytes, takes `version` as the caller's version, and
-// uses defaults for fields that the version lacks. So older versions get the fields of 2.18 alone.
+// uses defaults for fields that the version lacks.
 struct Config {
-  std::size_t size = 48;
+  std::size_t size = sizeof(Config);
   unsigned magic = kMagic;
   unsigned version = kOldestVersion;
   int blocking = kUndefined;
@@ -63,7 +55,7 @@ struct Config {
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
   int split_share = kUndefined;
-  int traffic_class = kUndefined;  // from here on, not in 2.18
+  int traffic_class = kUndefined;
   const char* comm_name = nullptr;
   int collnet_enable = kUndefined;
   int cta_policy = kUndefined;
@@ -82,49 +74,50 @@ struct LaneSettings {
   int min_ctas = kUndefined;  // thread blocks, which occupy a multiprocessor each
   int max_ctas = kUndefined;
   int cluster_size = kUndefined;  // thread blocks in a cluster
-  int cta_policy = kUndefined;    // NCCL_CTA_POLICY_*, from 2.28 on, or kAutoPolicy
+  int cta_policy = kUndefined;    // NCCL_CTA_POLICY_*, or kAutoPolicy
 };
+
+// The functions: FUNCTION(result, name without "nccl", arguments).
+#define FSDP_NCCL_FUNCTIONS(FUNCTION)                                                          \
+  FUNCTION(Result, GetVersion, (int*))                                                         \
+  FUNCTION(Result, GetUniqueId, (UniqueId*))                                                   \
+  FUNCTION(Result, CommInitRankConfig, (Comm*, int size, UniqueId, int rank, Config*))         \
+  FUNCTION(Result, CommSplit, (Comm, int color, int key, Comm*, Config*))                      \
+  FUNCTION(Result, CommFinalize, (Comm))                                                       \
+  FUNCTION(Result, CommDestroy, (Comm))                                                        \
+  FUNCTION(Result, CommAbort, (Comm))                                                          \
+  FUNCTION(Result, CommRevoke, (Comm, int flags))                                              \
+  FUNCTION(Result, CommGetAsyncError, (Comm, Result*))                                         \
+  FUNCTION(const char*, GetErrorString, (Result))                                              \
+  FUNCTION(const char*, GetLastError, (Comm))                                                  \
+  FUNCTION(Result, AllGather, (const void*, void*, std::size_t, DataType, Comm, void* stream)) \
+  FUNCTION(Result, ReduceScatter,                                                              \
+           (const void*, void*, std::size_t, DataType, int op, Comm, void* stream))            \
+  FUNCTION(Result, AllReduce,                                                                  \
+           (const void*, void*, std::size_t, DataType, int op, Comm, void* stream))            \
+  FUNCTION(Result, GroupStart, ())                                                             \
+  FUNCTION(Result, GroupEnd, ())                                                               \
+  FUNCTION(Result, MemAlloc, (void**, std::size_t))                                            \
+  FUNCTION(Result, MemFree, (void*))                                                           \
+  FUNCTION(Result, CommRegister, (Comm, void*, std::size_t, void** handle))                    \
+  FUNCTION(Result, CommDeregister, (Comm, void* handle))                                       \
+  FUNCTION(Result, CommWindowRegister, (Comm, void*, std::size_t, Window*, int flags))         \
+  FUNCTION(Result, CommWindowDeregister, (Comm, Window))
 
 struct Api {
   std::string path;  // of the library, from the dynamic linker
   int version = 0;
 
-  Result (*GetVersion)(int*) = nullptr;
-  Result (*GetUniqueId)(UniqueId*) = nullptr;
-  Result (*CommInitRankConfig)(Comm*, int size, UniqueId, int rank, Config*) = nullptr;
-  Result (*CommSplit)(Comm, int color, int key, Comm*, Config*) = nullptr;
-  Result (*CommFinalize)(Comm) = nullptr;
-  Result (*CommDestroy)(Comm) = nullptr;
-  Result (*CommAbort)(Comm) = nullptr;
-  Result (*CommGetAsyncError)(Comm, Result*) = nullptr;
-  const char* (*GetErrorString)(Result) = nullptr;
-  const char* (*GetLastError)(Comm) = nullptr;
-  Result (*AllGather)(const void*, void*, std::size_t, DataType, Comm, void* stream) = nullptr;
-  Result (*ReduceScatter)(const void*, void*, std::size_t, DataType, int op, Comm,
-                          void* stream) = nullptr;
-  Result (*AllReduce)(const void*, void*, std::size_t, DataType, int op, Comm,
-                      void* stream) = nullptr;
-  Result (*GroupStart)() = nullptr;
-  Result (*GroupEnd)() = nullptr;
-
-  // From 2.19 on.
-  Result (*MemAlloc)(void**, std::size_t) = nullptr;
-  Result (*MemFree)(void*) = nullptr;
-  Result (*CommRegister)(Comm, void*, std::size_t, void** handle) = nullptr;
-  Result (*CommDeregister)(Comm, void* handle) = nullptr;
-  // From 2.28.7 on.
-  Result (*CommRevoke)(Comm, int flags) = nullptr;
-  // From 2.27 on.
-  Result (*CommWindowRegister)(Comm, void*, std::size_t, Window*, int flags) = nullptr;
-  Result (*CommWindowDeregister)(Comm, Window) = nullptr;
+#define FSDP_DECLARE(result, name, arguments) result(*name) arguments = nullptr;
+  FSDP_NCCL_FUNCTIONS(FSDP_DECLARE)
+#undef FSDP_DECLARE
 
   std::string version_text() const;  // "2.28.9"
-  // How buffers are registered unless settings say otherwise: "register" (from 2.19 on), "window"
-  // (symmetric, from 2.30.7 on) or "none".
+  // How buffers are registered unless settings say otherwise: "register", or "window" (symmetric,
+  // from 2.30.7 on).
   const char* registration() const;
   // See Note [registration between nodes] in comm/nccl/nccl_paths.h.
   bool registers_between_nodes() const;
-  bool has_windows() const;
   // See Note [symmetric kernels] in comm/nccl/nccl_paths.h.
   bool has_safe_symmetric_kernels() const;
   // NCCL's text for an error, with the details of the last one.

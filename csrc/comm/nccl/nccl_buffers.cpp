@@ -295,7 +295,7 @@ nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
   const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
   if (buffer.is_symmetric) {
     const nccl::Result result = register_window(buffer);
-    if (result != nccl::kSuccess || buffer.window != nullptr || api_.CommRegister == nullptr) {
+    if (result != nccl::kSuccess || buffer.window != nullptr) {
       return result;
     }
     path_.symmetric_inputs = path_.symmetric_outputs = false;

@@ -63,11 +63,7 @@ nccl::Config config_of(const nccl::LaneSettings& settings) {
     config.max_ctas = nccl::kMostCtas;  // NCCL refuses min_ctas without max_ctas
   }
   config.cga_cluster_size = settings.cluster_size;
-  if (settings.cta_policy != nccl::kUndefined) {
-    config.size = sizeof(config);
-    config.version = nccl::kWholeConfig;
-    config.cta_policy = settings.cta_policy;
-  }
+  config.cta_policy = settings.cta_policy;
   return config;
 }
 

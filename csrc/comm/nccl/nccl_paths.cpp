@@ -10,15 +10,12 @@
 namespace fsdp {
 namespace {
 
-constexpr int kFirstWithCopyEngines = 22809;
 constexpr int kFirstThatCopiesPlainInputs = 22900;
 constexpr int kFirstThatCopiesBetweenTwo = 23102;  // again, as before 2.29
-constexpr int kFirstThatMapsForPeers = 22400;
-constexpr int kOldestDriver = 12050;  // with which NCCL gathers by copy engines
+constexpr int kOldestDriver = 12050;               // with which NCCL gathers by copy engines
 
 bool registers_buffers(const nccl::Api& api, const NcclOptions& options) {
   return options.register_buffers && options.size > 1 &&
-         api.registration() != std::string("none") &&
          (options.nodes == 1 || api.registers_between_nodes());
 }
 
@@ -32,9 +29,6 @@ bool first_copies_hang(const nccl::Api& api, const NcclOptions& options) {
 // engines]. Empty if they can.
 std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options) {
   const std::string version = "NCCL " + api.version_text();
-  if (api.version < kFirstWithCopyEngines || !api.has_windows()) {
-    return detail::concat(version, " cannot gather by copy engines alone, which needs 2.28.9");
-  }
   if (options.nodes > 1 && !api.registers_between_nodes()) {
     return detail::concat(version, " cannot do so between the ", options.nodes,
                           " nodes of these ranks");
@@ -68,21 +62,9 @@ void check_environment(const nccl::Api& api, const NcclOptions& options) {
   check("NCCL_SYM_KERNEL", value_of("NCCL_SYM_KERNEL").find("LL") == std::string::npos);
 }
 
-void check_policy(const nccl::Api& api, const NcclOptions& options, int policy,
-                  const char* variable) {
-  FSDP_CHECK(policy == nccl::kAutoPolicy || api.version >= nccl::kWholeConfig, variable,
-             " has a cta_policy, which NCCL has from 2.28 on, but the process uses NCCL ",
-             api.version_text(), ". Upgrade NCCL, or leave cta_policy out.");
-  if (policy == nccl::kZeroCtas) {
-    const std::string obstacle = obstacle_to_copies(api, options);
-    FSDP_CHECK(obstacle.empty(), variable, " has cta_policy=zero, but ", obstacle,
-               ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
-  }
-}
-
 // What "auto" stands for: the fewest thread blocks that are safe here.
 int chosen_policy(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
-  if (api.version < nccl::kWholeConfig || !registers_buffers(api, options)) {
+  if (!registers_buffers(api, options)) {
     return nccl::kUndefined;
   }
   const bool can_copy =
@@ -98,19 +80,21 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   LanePath path;
   path.settings = gathers ? options.gather : options.reduce;
   int& policy = path.settings.cta_policy;
-  if (policy != nccl::kUndefined) {
-    check_policy(api, options, policy, gathers ? "FSDP_EXT_NCCL_GATHER" : "FSDP_EXT_NCCL_REDUCE");
+  if (policy == nccl::kZeroCtas) {
+    const std::string obstacle = obstacle_to_copies(api, options);
+    FSDP_CHECK(obstacle.empty(), gathers ? "FSDP_EXT_NCCL_GATHER" : "FSDP_EXT_NCCL_REDUCE",
+               " has cta_policy=zero, but ", obstacle,
+               ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
   }
   if (policy == nccl::kAutoPolicy) {
     policy = chosen_policy(api, use, options);
   }
   path.registers = registers_buffers(api, options);
-  const bool is_safe = path.registers && api.has_windows() && api.has_safe_symmetric_kernels() &&
+  const bool is_safe = path.registers && api.has_safe_symmetric_kernels() &&
                        !(gathers && first_copies_hang(api, options));
   const bool copies = gathers && policy == nccl::kZeroCtas;
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);
-  path.maps_for_peers = api.version >= kFirstThatMapsForPeers;
   return path;
 }
 

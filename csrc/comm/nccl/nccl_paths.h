@@ -66,7 +66,6 @@ struct LanePath {
   bool registers = false;       // buffers: Note [registration between nodes]
   bool symmetric_inputs = false;
   bool symmetric_outputs = false;
-  bool maps_for_peers = false;  // NCCL maps registered buffers where a peer needs them
 
   // Note [groups in registered buffers]
   bool cuts_groups() const {
@@ -85,12 +84,11 @@ struct LanePath {
   // See Note [private memory].
   bool is_private(BufferUse use) const {
     const bool is_of_users = use == BufferUse::Shard || use == BufferUse::Gradient;
-    return maps_for_peers && !is_of_users && !is_symmetric(use);
+    return !is_of_users && !is_symmetric(use);
   }
 };
 
-// Throws Error if this version lacks a setting, or if a setting or NCCL's variables are not safe
-// there.
+// Throws Error if a setting or NCCL's variables are not safe in this version.
 LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& options);
 
 // The number of parts in each group of a gather of `ranks` ranks. `bytes_left` returns the number

@@ -138,13 +138,8 @@ bool NcclWatchdog::fail(const std::string& reason) {
 }
 
 void NcclWatchdog::abort(const std::string& reason) {
-  if (!fail(reason)) {
-    return;
-  }
-  if (api_.CommRevoke != nullptr) {
+  if (fail(reason)) {
     revoke();
-  } else {
-    abort_communicator();
   }
 }
 
