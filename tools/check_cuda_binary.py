@@ -29,10 +29,10 @@ from collections import defaultdict
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-# The number of instances. pack and cast have one for each pair of the four floating dtypes. pack
-# has each of them for few and for many addresses, and cast has one more for bytes.
+# The number of instances. pack and cast have one for each pair of the four floating dtypes, and
+# cast has one more for bytes.
 KERNELS = {
-    "pack_kernel": 32,
+    "pack_kernel": 16,
     "cast_kernel": 17,
     "unpack_kernel": 1,
     # Kernels of simulated collectives.

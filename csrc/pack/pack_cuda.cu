@@ -3,10 +3,8 @@
 // Note [launches]
 // prepare uploads the tables. Addresses and modes change from step to step, so they are arguments
 // of the kernels. A launch therefore allocates nothing, does not wait, and can be captured into a
-// CUDA graph. Arguments may take 4 KiB on every GPU and driver, and almost 32 KiB since CUDA 12.1
-// (CUDA C++ Programming Guide, "kernel parameters"). Every launch copies its arguments, so only
-// plans of many entries use the larger kind. A plan of more entries than fit takes several
-// launches.
+// CUDA graph. Arguments may take 4 KiB (CUDA C++ Programming Guide, "kernel parameters"). A plan of
+// more entries than fit takes several launches.
 //
 // Note [loaded kernels]
 // By default CUDA loads a kernel at its first launch, and that may synchronise the device. A first
@@ -42,19 +40,14 @@ constexpr int kWarps = kThreads / kernels::kLanes;
 // none.
 constexpr int kBlocks = 2;
 constexpr int kAddresses = 480;
-constexpr int kManyAddresses = 4064;
 constexpr int kModes = 3968;
-constexpr int kOldestWithMany = 12010;  // CUDA 12.1, of the driver
 
-template <int kCapacity>
 struct Addresses {
   std::int32_t first_entry;
-  const void* of[kCapacity];
+  const void* of[kAddresses];
 };
 
-static_assert(sizeof(PackWork) + sizeof(Addresses<kAddresses>) <= 4096, "more than arguments hold");
-static_assert(sizeof(PackWork) + sizeof(Addresses<kManyAddresses>) <= 32764,
-              "more than arguments hold from CUDA 12.1 on");
+static_assert(sizeof(PackWork) + sizeof(Addresses) <= 4096, "more than arguments hold");
 
 struct Modes {
   std::int32_t first_entry;
@@ -67,10 +60,10 @@ __device__ inline Place my_place() {
           static_cast<int>(threadIdx.x % kernels::kLanes)};
 }
 
-template <typename S, typename D, int kCapacity>
+template <typename S, typename D>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     pack_kernel(const __grid_constant__ PackWork work,
-                const __grid_constant__ Addresses<kCapacity> addresses) {
+                const __grid_constant__ Addresses addresses) {
   kernels::pack<S, D>(
       work,
       [&addresses](std::int32_t entry) { return addresses.of[entry - addresses.first_entry]; },
@@ -142,9 +135,6 @@ class CudaPacker final : public Packer {
     if (multiprocessors > 0) {
       processors_ = std::min(processors_, multiprocessors);
     }
-    int driver = 0;
-    FSDP_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    takes_many_ = driver >= kOldestWithMany;
     load_kernels();
   }
 
@@ -177,13 +167,7 @@ class CudaPacker final : public Packer {
                         accumulate,
                         marks};
     with_floats(gradient_dtype, reduce_dtype, [&](auto from, auto to) {
-      using S = decltype(from);
-      using D = decltype(to);
-      if (takes_many_ && plan.entries.size() > kAddresses) {
-        pack_with(pack_kernel<S, D, kManyAddresses>, stream, plan, gradients, work);
-      } else {
-        pack_with(pack_kernel<S, D, kAddresses>, stream, plan, gradients, work);
-      }
+      pack_with(pack_kernel<decltype(from), decltype(to)>, stream, plan, gradients, work);
     });
   }
 
@@ -240,10 +224,7 @@ class CudaPacker final : public Packer {
         with_floats(source, destination, [this](auto from, auto to) {
           using S = decltype(from);
           using D = decltype(to);
-          load(pack_kernel<S, D, kAddresses>);
-          if (takes_many_) {
-            load(pack_kernel<S, D, kManyAddresses>);
-          }
+          load(pack_kernel<S, D>);
           load(cast_kernel<S, D>);
         });
       }
@@ -269,15 +250,14 @@ class CudaPacker final : public Packer {
   }
 
   // Launches the kernel until all entries are done.
-  template <int kCapacity>
-  void pack_with(void (*kernel)(PackWork, Addresses<kCapacity>), Stream& stream,
-                 const PackPlan& plan, const void* const* gradients, PackWork work) {
+  void pack_with(void (*kernel)(PackWork, Addresses), Stream& stream, const PackPlan& plan,
+                 const void* const* gradients, PackWork work) {
     const auto& table = prepared<DeviceTable>(plan.table);
     const auto entries = static_cast<std::int32_t>(plan.entries.size());
     std::int32_t first = 0;
     do {
-      const std::int32_t last = std::min(entries, first + kCapacity);
-      Addresses<kCapacity> addresses;
+      const std::int32_t last = std::min(entries, first + kAddresses);
+      Addresses addresses;
       addresses.first_entry = first;
       std::copy(gradients + first, gradients + last, addresses.of);
       if (last - first < entries) {
@@ -309,7 +289,6 @@ class CudaPacker final : public Packer {
 
   Device& device_;
   int processors_ = 1;
-  bool takes_many_ = false;
   std::unordered_map<const void*, int> blocks_;  // at once, by kernel
 };
 

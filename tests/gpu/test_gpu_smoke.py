@@ -19,8 +19,7 @@ from fsdp_ext import _C
 DEVICE = torch.device("cuda", 0)
 PAIRS = list(itertools.product(FLOATS, FLOATS))
 SCALE = 0.125
-# So many entries do not fit the arguments of the usual kernel. Another one, which takes larger
-# arguments, packs them.
+# So many entries do not fit the arguments of one launch.
 MANY = 600
 
 

@@ -17,13 +17,12 @@
 namespace fsdp::test {
 namespace {
 
-constexpr std::size_t kMostArgumentBytes = 32764;
+constexpr std::size_t kMostArgumentBytes = 4096;
 
 thread_local HostQueue* stream_of_launches = nullptr;
 thread_local std::size_t launched = 0;
 thread_local unsigned blocks_launched = 0;
 std::set<std::string> launched_names;
-int driver_version = 13000;
 
 // By the address of the host's stub. nvcc's code fills it in before main() begins.
 std::map<const void*, const ptx::Kernel*>& registered() {
@@ -50,9 +49,8 @@ cudaError_t launch(const ptx::Kernel& kernel, dim3 grid, dim3 block, void** from
     bytes = (bytes + parameter.alignment - 1) / parameter.alignment * parameter.alignment;
     bytes += parameter.size;
   }
-  const std::size_t most = driver_version >= 12010 ? kMostArgumentBytes : 4096;
-  FSDP_CHECK(bytes <= most, kernel.name, " has ", bytes, " bytes of arguments. The driver takes ",
-             most, ".");
+  FSDP_CHECK(bytes <= kMostArgumentBytes, kernel.name, " has ", bytes,
+             " bytes of arguments. A launch takes ", kMostArgumentBytes, ".");
   ++launched;
   blocks_launched = grid.x;
   launched_names.insert(kernel.name);
@@ -75,8 +73,6 @@ std::size_t launches() { return launched; }
 unsigned blocks_of_last_launch() { return blocks_launched; }
 
 const std::set<std::string>& launched_kernels() { return launched_names; }
-
-void set_driver_version(int version) { driver_version = version; }
 
 ptx::Clock& gpu_clock() {
   static thread_local ptx::Clock clock;
@@ -109,10 +105,6 @@ cudaError_t cudaSetDevice(int /*device*/) { return cudaSuccess; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
-  return cudaSuccess;
-}
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = fsdp::test::driver_version;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,

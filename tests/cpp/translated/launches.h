@@ -30,9 +30,6 @@ unsigned blocks_of_last_launch();
 // The mangled names of all kernels that were launched so far.
 const std::set<std::string>& launched_kernels();
 
-// The driver that the runtime tells of, such as 12010.
-void set_driver_version(int version);
-
 // The clock of all kernels. Every thread of a launch starts at the time at which the launch does,
 // and the launch ends with its last thread.
 ptx::Clock& gpu_clock();
