@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fsdp_ext import _C
-from fsdp_ext.comm.meeting import announce_process, meet, read_process, store_of, waiting
+from fsdp_ext.comm.meeting import announce_process, ended_process, meet, store_of, waiting
 from fsdp_ext.comm.rendezvous import plain_text
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
@@ -207,8 +206,7 @@ class Ranks:
                     break
                 if waited - looked >= _LOOK:
                     looked = waited
-                    process = read_process(self._store, rank)
-                    ended = None if process is None else _C.ended_process(process)
+                    ended = ended_process(self._store, rank, {})
                     if ended is not None and not self._store.check([key]):
                         self._raise_ended(rank, ended, what)
                 if waited >= self._timeout:

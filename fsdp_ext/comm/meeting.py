@@ -33,11 +33,11 @@ _MARK_BYTES = 16
 SHORTEST_PAUSE = 0.001
 LONGEST_PAUSE = 0.05
 # Seconds before the first look at whether processes still exist: a constant, and an addition for
-# each rank, since a look asks the store for each rank that has not come. Later intervals are up to
-# ten times as long.
+# each rank, since a look asks the store for each rank that has not come.
 _PROCESS_CHECK_INTERVAL = 0.2
 _PROCESS_CHECK_PER_RANK = 0.02
-_LONGEST_PROCESS_CHECK = 10
+# Later intervals are up to this many times as long as the first.
+_LONGEST_INTERVAL = 10
 # The process that announced itself, by group.
 _announced: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -102,10 +102,17 @@ def processes_of(group: dist.ProcessGroup) -> dict[int, bytes]:
     return {rank: identity for rank, identity in found if identity is not None}
 
 
-def read_process(store: Store, index: int) -> bytes | None:
-    """Return the process that the rank at `index` has written; None if it is unknown."""
+def ended_process(store: Store, index: int, known: dict[int, bytes]) -> int | None:
+    """Return the process of the rank at `index` if it is known to have ended.
+
+    ``known`` has the processes that were read before, by index, and gets this one.
+    """
     key = _process_key(index)
-    return _parse_process(store.get(key)) if store.check([key]) else None
+    if index not in known and store.check([key]):
+        identity = _parse_process(store.get(key))
+        if identity is not None:
+            known[index] = identity
+    return _C.ended_process(known[index]) if index in known else None
 
 
 def _write_process(store: Store, index: int) -> None:
@@ -217,15 +224,10 @@ class _Meeting:
             self._come(self._mark)
         elif self.store is None:
             self._shared.set(f"mark/{self._index}", self._mark)
-        look_at = next_look(0, self._size)
-        for waited in waiting():
-            if self._have_all_come():
-                return
-            looked()
-            if waited >= look_at and not _launcher_keeps_store():
-                look_at = next_look(waited, self._size)
+        for is_late in looks(lambda: self._have_all_come(looked), timeout, first_look(self._size)):
+            if not _launcher_keeps_store():
                 self._look_at_processes(raise_ended)
-            if waited >= timeout:
+            if is_late:
                 self._missing()
                 raise_late(self.missing_at_last_look())
 
@@ -235,7 +237,7 @@ class _Meeting:
         # If none is missing any more, one that has come has not gone on.
         return missing or [0 if self._index else 1]
 
-    def _have_all_come(self) -> bool:
+    def _have_all_come(self, looked: Callable[[], None]) -> bool:
         answer = f"word/{self._mark}"
         if self.store is None and self._shared.check([answer]):
             self._come(self._shared.get(answer).decode())
@@ -246,6 +248,7 @@ class _Meeting:
                 self._shared.delete_key(f"mark/{index}")
         elif self._index == 0:
             self._answer()
+        looked()
         return self.is_over
 
     def _come(self, word: str) -> None:
@@ -276,11 +279,7 @@ class _Meeting:
 
     def _look_at_processes(self, raise_ended: Callable[[int, int], NoReturn]) -> None:
         for index in self._missing():
-            if index not in self.processes:
-                if (identity := read_process(self._shared, index)) is None:
-                    continue
-                self.processes[index] = identity
-            process = _C.ended_process(self.processes[index])
+            process = ended_process(self._shared, index, self.processes)
             if process is not None and index in self._missing():
                 raise_ended(index, process)
 
@@ -294,10 +293,25 @@ def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def next_look(waited: float, ranks: int) -> float:
-    """Return after which wait to look at processes next, in seconds, for a group of ``ranks``."""
-    first = _PROCESS_CHECK_INTERVAL + _PROCESS_CHECK_PER_RANK * ranks
-    return waited + min(max(waited, first), _LONGEST_PROCESS_CHECK * first)
+def first_look(ranks: int) -> float:
+    """Return after which wait to look at processes first, in seconds, for a group of ``ranks``."""
+    return _PROCESS_CHECK_INTERVAL + _PROCESS_CHECK_PER_RANK * ranks
+
+
+def looks(is_there: Callable[[], bool], timeout: float, first: float) -> Iterator[bool]:
+    """Wait until ``is_there`` returns true, and yield whenever it is time to look at other ranks.
+
+    Yields:
+        Whether the wait has reached ``timeout``. The caller raises an error then.
+    """
+    look_at = first
+    for waited in waiting():
+        if is_there():
+            return
+        is_late = waited >= timeout
+        if is_late or waited >= look_at:
+            look_at = waited + min(waited, _LONGEST_INTERVAL * first)
+            yield is_late
 
 
 def waiting() -> Iterator[float]:

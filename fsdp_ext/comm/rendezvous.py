@@ -23,13 +23,13 @@ from fsdp_ext.comm.meeting import (
     LONGEST_PAUSE,
     announce_process,
     backend_name,
+    ended_process,
+    first_look,
     is_fork,
+    looks,
     meet,
-    next_look,
     processes_seen,
-    read_process,
     store_of,
-    waiting,
 )
 
 # The beginning of an offer: a random number, then the version of fsdp_ext.
@@ -222,17 +222,16 @@ class Rendezvous:
 
         Store.wait would not notice that a rank ends.
         """
-        look_at = next_look(0, len(keys))
         missing = list(range(len(keys)))
-        for waited in waiting():
-            if self._store.check([f"{prefix}/all"]):
-                break
+
+        def are_there() -> bool:
+            is_there: bool = self._store.check([f"{prefix}/all"])
             self._note_answer()
-            is_late = waited >= self._timeout.total_seconds()
-            if is_late or waited >= look_at:
-                look_at = next_look(waited, len(keys))
-                missing = [index for index in missing if not self._store.check([keys[index]])]
-                self._look_at_processes(missing, keys)
+            return is_there
+
+        for is_late in looks(are_there, self._timeout.total_seconds(), first_look(len(keys))):
+            missing = [index for index in missing if not self._store.check([keys[index]])]
+            self._look_at_processes(missing, keys)
             if is_late:
                 # If none is missing any more, one that has come has not gone on.
                 self._raise_late(missing[0] if missing else 0 if self.rank else 1)
@@ -253,11 +252,7 @@ class Rendezvous:
     def _look_at_processes(self, missing: Sequence[int], keys: Sequence[str]) -> None:
         """Raise an error if a rank has ended that has not written its key."""
         for index in missing:
-            if index not in self._processes:
-                identity = read_process(self._store, index)
-                if identity is not None:
-                    self._processes[index] = identity
-            process = self._ended_process(index)
+            process = ended_process(self._store, index, self._processes)
             if process is not None and not self._store.check([keys[index]]):
                 self._raise_ended(index, process)
 
@@ -273,7 +268,8 @@ class Rendezvous:
         deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
             for index in self._processes:
-                if (process := self._ended_process(index)) is not None:
+                process = ended_process(self._store, index, self._processes)
+                if process is not None:
                     self._raise_ended(index, process)
             time.sleep(LONGEST_PAUSE)
         raise RuntimeError(
@@ -281,13 +277,6 @@ class Rendezvous:
             f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "
             "output may say why."
         ) from error
-
-    # - Ranks that have ended
-
-    def _ended_process(self, index: int) -> int | None:
-        """Return the process id of a rank that is known to have ended."""
-        identity = self._processes.get(index)
-        return None if identity is None else _C.ended_process(identity)
 
     def _raise_ended(self, index: int, process: int) -> NoReturn:
         raise RuntimeError(

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from fsdp_ext import _C
-from fsdp_ext.comm.meeting import meet, processes_of, store_of, waiting
+from fsdp_ext.comm.meeting import looks, meet, processes_of, store_of
 from fsdp_ext.comm.transports import timeout_of
 
 # Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
-# since a look asks the store for each rank. And the longest time between two looks.
+# since a look asks the store for each rank.
 _FIRST_LOOK = 0.5
 _FIRST_LOOK_PER_RANK = 0.02
-_LONGEST_INTERVAL = 30.0
 _KEY = "roll_call"
 _GAVE_UP = "-"  # before the call of a rank that did not wait any longer
 
@@ -103,17 +102,13 @@ class _RollCall:
         self._leave()
 
     def _wait_for_others(self, timeout: timedelta) -> None:
-        next_look = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
-        for waited in waiting():
-            if self._store.check([self._key("all")]):
-                return
-            is_late = waited >= timeout.total_seconds()
-            if is_late or waited >= next_look:
-                next_look = min(2 * waited, waited + _LONGEST_INTERVAL)
-                callers = self._callers()
-                self._look_at_others(callers)
-                if is_late:
-                    self._give_up(callers, timeout)
+        first = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
+        have_come = partial(self._store.check, [self._key("all")])
+        for is_late in looks(have_come, timeout.total_seconds(), first):
+            callers = self._callers()
+            self._look_at_others(callers)
+            if is_late:
+                self._give_up(callers, timeout)
 
     def _look_at_others(self, callers: dict[int, str]) -> None:
         for index, caller in callers.items():

@@ -360,7 +360,7 @@ def _asks_while_ranks_come(ranks: int) -> int:
         meeting.ranks = list(range(ranks))
         coming: Any = _Coming(meeting._store, ranks)
         meeting._store = coming
-        with mock.patch.object(rendezvous, "next_look", return_value=LONG.total_seconds()):
+        with mock.patch.object(rendezvous, "first_look", return_value=LONG.total_seconds()):
             meeting._exchange("values", b"a value")
         return int(coming.asked)
     finally:
