@@ -6,14 +6,11 @@
 // other if one of them is stuck in each lane and both have the same oldest collectives: each lane
 // then needs both ranks, and one of them gets there only through the other lane.
 //
-// This follows from the issued work alone. So it is a deadlock however slow a rank is, and ranks
-// need not look at the same time. While a rank only runs a long kernel, all ranks are stuck in the
-// same lane, or in none.
-//
-// Only work that was issued counts. If the host of a rank is blocked before it issues what others
-// wait for, such as in loss.item(), they wait until the timeout. The host does not see the
-// collectives of a CUDA graph's replays, so a lane that was captured in one is not compared any
-// more.
+// This follows from the issued work alone, so a rank that is slow is never taken for a deadlock,
+// and ranks need not look at the same time: "Ranks that wait for each other" in
+// docs/design/cuda.md. If the host of a rank is blocked before it issues what others wait for, such
+// as in loss.item(), they wait until the timeout. The host does not see the collectives of a CUDA
+// graph's replays, so a lane that was captured in one is not compared any more.
 #pragma once
 
 #include <cstdint>

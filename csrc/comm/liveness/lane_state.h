@@ -2,22 +2,20 @@
 // other.
 //
 // Note [lanes that wait for each other]
-// Ranks that run different programs may wait for each other in different lanes: rank 0 in the
-// reduce lane, because rank 1 has issued nothing there, and rank 1 in the gather lane, because rank
-// 0 has issued nothing there. Each could still issue what the other one waits for, unless the
-// thread that issues its work is blocked until its own lane is done. So each rank publishes that,
-// too: Note [published waits] in device/host_stream.h. Then neither rank can ever go on.
+// Ranks that run different programs may wait for each other in different lanes, while the threads
+// that issue their work are blocked until their own lanes are done (Note [published waits] in
+// device/host_stream.h). Then neither rank can ever go on: "Waiting" in
+// docs/design/shared-memory.md.
 //
 // A rank's state may change while it is read. So a deadlock counts only if two observations of this
 // state are equal. The state consists of counters, and of flags that say whether a thread is
 // blocked. Between two equal observations the lanes have run the same collective all the time, and
 // in the second one the threads were blocked behind it. Nothing can end this state.
 //
-// A rank that is merely slow does not look like that: its thread computes, or sleeps, and is not
-// blocked in a wait for a lane. If several threads of a rank issue work, one that is not blocked
-// may issue what is missing. So then ranks wait until the timeout. The observations are some time
-// apart, because a thread may be about to issue its first work. A wait for copies beside the lane
-// is not published, because the copies may still end.
+// If several threads of a rank issue work, one that is not blocked may issue what is missing. So
+// then ranks wait until the timeout. The observations are some time apart, because a thread may be
+// about to issue its first work. A wait for copies beside the lane is not published, because the
+// copies may still end.
 //
 // In its first iteration, a rank has issued gathers in forward, and no reduction yet. Its reduce
 // lane then has no issuing thread. The test assumes that this will be the thread that is blocked in

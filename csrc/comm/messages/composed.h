@@ -7,11 +7,9 @@
 //
 // Note [first messages]
 // Every collective begins with one message to each peer, which names the sender's collective. Its
-// size does not depend on the collective, so each rank can read it and compare. A payload meets
-// only a receive of the same collective, because its tag is a hash of the same facts. So no
-// backend sees a message larger than its receiver expects. Some would end the process. Each rank
-// asks for the first messages of the next collective as soon as it has read those of the last one,
-// so a small collective takes one trip.
+// size does not depend on the collective, and the tag of a payload is a hash of the same facts. So
+// no backend sees a message larger than its receiver expects. Some would end the process. Each rank
+// asks for the first messages of the next collective as soon as it has read those of the last one.
 #pragma once
 
 #include <cstddef>

@@ -10,17 +10,11 @@
 // rank uses, in the order in which they were made.
 //
 // Note [unused buffers]
-// Any thread may free a buffer: the garbage collector frees a model on the thread that it happens
-// to run on, while another thread issues collectives of other models on the same communicator. But
-// NCCL has no lock around what a communicator has registered. And deregistering involves the other
-// ranks: NCCL has other processes unmap the buffer and waits for them (ncclCommDeregister,
-// ncclProxyCallBlocking), while unmapping may wait for all that their GPU runs. If that is a
-// collective with the rank that deregisters, both wait for ever. So freeing a buffer only puts it
-// on a list. When ranks are together next, each waits for its device, all meet on the host, each
-// deregisters and frees, and they meet again before any launches the next collective. Closing the
-// communicator deregisters what is left.
-// The wait for the device does not end if other work in flight needs this rank: a receive on
-// another stream, for example, whose sender needs the output of this rank's next forward.
+// Any thread may free a buffer, but NCCL has no lock around what a communicator has registered, and
+// deregistering waits for the other ranks ("Any thread may free a model" in docs/design/cuda.md).
+// So freeing a buffer only puts it on a list. When ranks are together next, each waits for its
+// device, all meet on the host, each deregisters and frees, and they meet again before any launches
+// the next collective. Closing the communicator deregisters what is left.
 #pragma once
 
 #include <atomic>

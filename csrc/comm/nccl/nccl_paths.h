@@ -11,41 +11,31 @@
 //   and map the buffer on every peer, so they are not used.
 //
 // Note [registration between nodes]
-// From NCCL 2.24 on, rings gather straight from and to registered buffers over the network. The
-// kernel that receives then tells the thread that serves the network so with a flag, once. Until
-// 2.32.6, that thread may erase it: it resets the flag's place for each earlier receive that it
-// sees to have ended, and small gathers end on the GPU before it sees that. Then it waits for the
-// flag for ever (NCCL #2389). Small and large gathers alternate on a lane, so lanes between nodes
-// register nothing before 2.32.6. Reductions share the rule, since they lose little by it: between
-// nodes, a ring reduces no differently with registered buffers.
+// Lanes between nodes register nothing before NCCL 2.32.6, because gathers into registered buffers
+// may wait for ever there: "Several nodes" in docs/design/cuda.md. Reductions share the rule, since
+// they lose little by it.
 //
 // Note [symmetric kernels]
-// NCCL's symmetric kernels may start before the stream's work before them has ended ("programmatic
-// stream serialization"). From 2.28.0 until 2.30.7 they do not wait for it, so a reduce-scatter
-// could read its input before pack has written it. Before 2.30.7 buffers are therefore no windows,
-// with one exception. From 2.29.0 on, two variables of NCCL's let the kernels for small messages
-// (LL) run without windows, too, so both are refused until 2.30.7.
+// From NCCL 2.28.0 until 2.30.7, symmetric kernels do not wait for the stream's earlier work, so a
+// reduce-scatter could read its input before pack has written it. Before 2.30.7 buffers are
+// therefore no windows, except as Note [copy engines] says, and variables that let such kernels run
+// without windows are refused: "Symmetric kernels" in docs/design/cuda.md.
 //
 // Note [copy engines]
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
-// kernel runs. docs/design/cuda.md says which buffers NCCL needs in windows for that. Before 2.30.7
-// only the gather lane has such windows. Its collectives never become symmetric kernels, because
-// sums are on the other lane.
-// From 2.29.0 until 2.31.2, the first gather by copy engines may hang on two ranks: it is told to
-// use the switch for its signals, which is set up in that call, without a barrier (NCCL #2241). On
-// compute capability 10.0, it gathers more than 8 MiB from window to window so, whatever the
-// policy. So the gather lane of two ranks has no windows there.
+// kernel runs. Before 2.30.7 only the gather lane has windows for it. Its collectives never become
+// symmetric kernels, because sums are on the other lane. From 2.29.0 until 2.31.2, the first gather
+// by copy engines may hang on two ranks, whatever the policy, so the gather lane of two ranks has
+// no windows there: "Copy engines" in docs/design/cuda.md.
 //
 // Note [groups in registered buffers]
-// With the policy "efficiency", all collectives of a group use a ring if the sum of their sizes
-// passes the end of a registered buffer (docs/design/cuda.md). So groups end where it would pass
-// the end of a member's buffer, whichever member NCCL looks at.
+// With the policy "efficiency", groups end where the sum of their sizes would pass the end of a
+// member's buffer, whichever member NCCL looks at: "Groups" in docs/design/cuda.md.
 //
 // Note [private memory]
-// Only its own GPU can access private memory, which otherwise is like memory from ncclMemAlloc.
-// docs/design/cuda.md says why it is enough for buffers that are not windows. Shards
-// and gradients are never private: when a user copies into them from another GPU, PyTorch lets that
-// GPU write.
+// Only its own GPU can access private memory, which otherwise is like memory from ncclMemAlloc. It
+// is enough for buffers that are not windows: docs/design/cuda.md. Shards and gradients are never
+// private: when a user copies into them from another GPU, PyTorch lets that GPU write.
 #pragma once
 
 #include <cstddef>

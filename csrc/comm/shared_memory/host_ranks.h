@@ -2,11 +2,10 @@
 //
 // Note [groups that span hosts]
 // Ranks of one host read each other's data in memory that they share, and ranks of different hosts
-// send messages (comm/messages/composed.h). docs/design/transports.md says what travels, and why.
-// A small input of an all-gather travels in the first messages, and is copied from those. Every two
-// ranks of different hosts exchange a first message, even if no payload follows. So ranks that
-// differ name each other as without shared memory. Ranks of one host compare their collectives in
-// the barrier (comm/shared_memory/rank_barrier.h).
+// send messages (comm/messages/composed.h): docs/design/transports.md. Every two ranks of different
+// hosts exchange a first message, even if no payload follows. So ranks that differ name each other
+// as without shared memory. Ranks of one host compare their collectives in the barrier
+// (comm/shared_memory/rank_barrier.h).
 #pragma once
 
 #include <chrono>

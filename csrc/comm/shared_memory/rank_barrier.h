@@ -9,14 +9,11 @@
 // which is safe because no rank posts a round before all ranks have posted the one before.
 //
 // Note [missing ranks]
-// A waiter first spins for a moment, and yields its core meanwhile. Then it sleeps on the word that
-// it waits for, and wakes at intervals to check whether the peer's process still exists. A rank
-// that ends, fails or gives up makes the collective fail on all ranks, since data that was read
-// from a failed rank may be wrong. So the last step of a collective checks whether any rank has
-// failed.
-//
-// In one lane, different labels are an error at once. Ranks that run different programs may also
-// wait for each other in different lanes: Note [lanes that wait for each other].
+// A waiter spins, then sleeps and wakes at intervals to check whether the peer's process still
+// exists: "Waiting" in docs/design/shared-memory.md. A rank that ends, fails or gives up makes the
+// collective fail on all ranks, since data that was read from a failed rank may be wrong. So the
+// last step of a collective checks whether any rank has failed. In one lane, different tags are an
+// error at once. In different lanes, see Note [lanes that wait for each other].
 #pragma once
 
 #include <atomic>

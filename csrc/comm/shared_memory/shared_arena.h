@@ -5,13 +5,8 @@
 // Each process has one arena: a file without a name (memfd_create), as large as the host's memory
 // and mapped once, so that addresses never change. Pages exist only where something is allocated.
 // A peer opens the file through /proc/<pid>/fd and maps it read-only, so no rank writes another
-// rank's memory. The file has no name, so nothing is left behind however a process ends, and the
-// size of a container's /dev/shm does not matter. The kernel frees the pages when the last process
-// that maps them has ended. The kernel allows the same user to open the file, as for ptrace.
-//
-// The file is sealed: nobody can change its size any more, the owner included. Reading behind the
-// end of a file that has shrunk would end the reader's process with a SIGBUS, so a peer maps the
-// file only if it has these seals.
+// rank's memory. The kernel allows the same user to open it, as for ptrace. Nobody can change the
+// size of the file, which is sealed. docs/design/shared-memory.md says why.
 //
 // After fork(), parent and child share the arena's memory. The child's own allocations come from a
 // new arena, and the child does not free the parent's memory.
