@@ -58,11 +58,7 @@ class Case:
         return f"{self.layers} x {self.dim**2 * 4 / 1e6:.2f} MB, {self.link.name}"
 
     def make(self, simulated: bool) -> tuple[Any, Tensor]:
-        """Return the sharded model and a batch.
-
-        The model leaves its settings open. They are not "auto", which would begin with the choice
-        for this model at another rate.
-        """
+        """Return the sharded model, which leaves its settings open, and a batch."""
         torch.manual_seed(0)
         transport = Simulated(SIMULATED_RANKS, self.link) if simulated else None
         layers = (nn.Linear(self.dim, self.dim, bias=False) for _ in range(self.layers))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from fsdp_ext._util.losses import resolve_loss
 from fsdp_ext.comm.inline_group import is_inline, refuse_inline
 from fsdp_ext.planner.units import PlannedRanks, units_of_sharded
-from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Decision
 from fsdp_ext.sharding.root.agreement import together
-from fsdp_ext.sharding.root.auto import remember
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
@@ -57,9 +56,7 @@ def tune(
     the policy, because a process makes its communicators once.
 
     ``tune`` keeps the numbers that were passed to ``fully_shard``, and chooses settings that were
-    None or "auto". A model that is made later in this process with the same units, dtypes and ranks
-    starts with this choice where it has ``bucket_bytes="auto"`` or ``prefetch="auto"``. If it has
-    both and a memory limit was given here, the same units stay unsharded, too.
+    None. Pass the numbers that it prints to ``fully_shard`` of the next model.
 
     Args:
         model: the root module, which ``fully_shard`` was applied to; without gradients.
@@ -107,12 +104,10 @@ def tune(
         decision = root.decision
         try:
             result = _choose(root, trial, memory_limit, optimizer_states)
-            root.decide(result.chosen.choice, Scope.OPEN)
+            root.decide(Decision(result.chosen.choice))
         except BaseException:
-            root.restore_decision(decision)
+            root.decide(decision)
             raise
-    transport, knows_memory = root.lanes.transport, memory_limit is not None
-    remember(root.units, transport, result.chosen.choice, memory_known=knows_memory)
     if verbose and units[0].ranks.rank_in_mesh == 0:
         print(result)
     return result

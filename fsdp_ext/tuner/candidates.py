@@ -11,7 +11,7 @@ from fsdp_ext.comm.costs import default_bucket_bytes
 from fsdp_ext.planner.sizes import find_buckets, memory_of
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot
-from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, Scope
+from fsdp_ext.sharding.params.settings import Choice, Decision
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.tuner.result import Candidate
 
@@ -34,11 +34,11 @@ def choices(root: Root, before: Choice, keeps_more: bool) -> list[Choice]:
     """
     asked, stays = root.units[0].settings, before.stays_unsharded
     sizes, depths, unsharded = {before.bucket_bytes}, {before.prefetch}, {stays}
-    if asked.bucket_bytes in (None, AUTO):
+    if asked.bucket_bytes is None:
         total = sum(bucket["gather_bytes"] for bucket in root.impl.buckets())
         sizes |= {0, default_bucket_bytes(root.link)}
         sizes |= {total >> halvings for halvings in range(_HALVINGS)}
-    if asked.prefetch in (None, AUTO):
+    if asked.prefetch is None:
         depths |= set(_DEPTHS)
     if keeps_more:
         is_free = [unit.settings.reshard_after_forward is None for unit in root.units]
@@ -64,7 +64,7 @@ def predict_all(
     transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
     candidates = []
     for choice in found:
-        planned.decide(Decision(choice, Scope.OPEN))
+        planned.decide(Decision(choice))
         buckets = find_buckets(planned, transports, on)
         memory = memory_of(planned, buckets, optimizer_states, on).peak
         seconds = predict_plan(planned, buckets, costs).step

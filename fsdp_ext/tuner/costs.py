@@ -28,7 +28,7 @@ from fsdp_ext.profiler.recording import (
     own_compute,
     wire_seconds,
 )
-from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Decision
 from fsdp_ext.sharding.root.agreement import exchange, together
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.tuner.trial import WARMUP, Trial
@@ -49,7 +49,7 @@ def measure_costs(root: Root, trial: Trial, stays_unsharded: tuple[int, ...]) ->
     first = root.units[0]
     one_wire = root.lanes.is_composed  # messages of both lanes share the bandwidth
     with together(first, "tune", "the steps that measure its costs"):
-        root.decide(Choice(0, 0, stays_unsharded), Scope.ALL)
+        root.decide(Decision(Choice(0, 0, stays_unsharded), overrides=True))
         for _ in range(WARMUP):
             trial.step()
         with profile(root.module, iterations=trial.steps) as prof:

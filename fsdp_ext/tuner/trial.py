@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.losses import output_of
-from fsdp_ext.sharding.params.settings import Choice, Scope
+from fsdp_ext.sharding.params.settings import Choice, Decision
 from fsdp_ext.sharding.root.agreement import OutOfMemory, exchange, together
 from fsdp_ext.sharding.root.root import Root
 from fsdp_ext.sharding.root.unit import Unit
@@ -105,7 +105,7 @@ class Trial:
 
     def _run(self, root: Root, choice: Choice) -> list[float]:
         """Return the seconds of each step. All ranks begin each step together."""
-        root.decide(choice, Scope.OPEN)
+        root.decide(Decision(choice))
         seconds = []
         for _ in range(WARMUP + self.steps):
             with together(self.unit, "tune", f"a step with {choice}"):

@@ -6,7 +6,7 @@ fsdp_ext.verify(model, batch, units=Block)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,9 @@ def verify(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     reshard_after_forward: bool | int | None = None,
     transport: str | None = None,
-    bucket_bytes: int | Literal["auto"] | None = None,
+    bucket_bytes: int | None = None,
     max_message_bytes: int | tuple[int | None, int | None] | None = None,
-    prefetch: int | Literal["auto"] | None = None,
+    prefetch: int | None = None,
     ranks: int | None = None,
     verbose: bool = True,
 ) -> Verification:

@@ -543,7 +543,7 @@ def _in_different_comparisons() -> None:
     for transport in TRANSPORTS:
         model: Any = fully_shard(nn.Linear(4, 4), transport=transport)
         if dist.get_rank() == 1:  # after it has compared groups
-            with mock.patch.object(Root, "_resolve", side_effect=OSError), raises(OSError):
+            with mock.patch.object(Root, "resolve", side_effect=OSError), raises(OSError):
                 model(torch.ones(1, 4))
         different = "in different comparisons: .*of check_every.* and .*ranks' groups"
         with raises(RuntimeError, different, "Call it on all"):

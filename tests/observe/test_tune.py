@@ -17,14 +17,12 @@ from support.launcher import run_ranks
 from support.matrix import exhaustive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
-from fsdp_ext.sharding.params.settings import Choice, Scope
-from fsdp_ext.sharding.root.auto import remember
+from fsdp_ext.sharding.params.settings import Choice
 from fsdp_ext.tuner.candidates import shortlist
 from fsdp_ext.tuner.costs import _fit, seconds_of
 from fsdp_ext.tuner.result import Candidate, Tuning
@@ -93,11 +91,6 @@ def _with_replicas() -> None:
     assert slow.predicted >= slow.buckets * between.alpha
     planned = fsdp_ext.plan(model)
     assert planned.memory.peak == result.chosen.memory
-    # A model of the same shape on a mesh of other replicas starts with its own defaults.
-    auto = {"bucket_bytes": "auto", "prefetch": "auto"}
-    again = make(transport, mesh, **auto)
-    again(batch())
-    assert in_use(again) == result.chosen.choice
     model.set_requires_all_reduce(False)
     with pytest.raises(ValueError, match=r"Call set_requires_all_reduce\(True\) before"):
         tuned(model)
@@ -145,7 +138,7 @@ def _measured_fastest() -> None:
     """The link is so slow that compute does not matter."""
     dist.destroy_process_group()
     alpha = 5e-3
-    model = make(Simulated(8, Link("slow", alpha=alpha, beta=1e12)), bucket_bytes="auto")
+    model = make(Simulated(8, Link("slow", alpha=alpha, beta=1e12)))
 
     def step(trial: Trial, *guard: Any) -> float:
         of_trial(trial, *guard)
@@ -210,57 +203,20 @@ def test_what_the_user_has_set_stays() -> None:
     run_ranks(_numbers_stay, 1)
 
 
-def _auto() -> None:
+def _rebuilt() -> None:
     dist.destroy_process_group()
-    auto = {"bucket_bytes": "auto", "prefetch": "auto"}
     transport = Simulated(8, Link("slow", alpha=5e-3, beta=1e12))
-    first = make(transport, **auto)
-    first(batch())
-    default = in_use(first)
-    assert default == in_use(make_and_run(transport.link))
-    chosen = tuned(first).chosen.choice
-    second = make(transport, **auto)
-    second(batch())
-    assert in_use(second) == chosen
-    assert in_use(make_and_run(transport.link)) == default  # it did not ask for "auto"
-    next(first.parameters()).requires_grad_(False)
-    first(batch())  # the root is built again and keeps the choice
-    assert in_use(first) == chosen
+    model = make(transport)
+    chosen = tuned(model).chosen.choice
+    next(model.parameters()).requires_grad_(False)
+    model(batch())
+    assert in_use(model) == chosen
+    assert in_use(make_and_run(transport.link)) != chosen
 
 
 @pytest.mark.exhaustive
-def test_a_model_that_looks_the_same_begins_with_what_was_chosen() -> None:
-    run_ranks(_auto, 1)
-
-
-def _remembered() -> None:
-    dist.destroy_process_group()
-    transport = Simulated(8, LINK)
-    auto: Any = {"bucket_bytes": "auto", "prefetch": "auto"}
-
-    def begins(**options: Any) -> Choice:
-        model = make(transport, **options)
-        model(batch())
-        return in_use(model)
-
-    model = make(transport, **auto)
-    model(batch())
-    root = model._fsdp_ext_unit.root
-    default = in_use(model)
-    chosen = Choice(12345, 3, (1, 2))
-    remember(root.units, root.lanes.transport, chosen, memory_known=True)
-    assert begins(**auto) == chosen
-    # Units that stay unsharded may not fit in memory with other sizes and depths.
-    assert begins(bucket_bytes="auto") == Choice(12345, default.prefetch)
-    assert begins(bucket_bytes=77, prefetch="auto") == Choice(77, 3)
-    assert begins(**auto, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)) == default
-    assert begins(**auto, reshard_after_forward=True) == default
-    remember(root.units, root.lanes.transport, chosen, memory_known=False)
-    assert begins(**auto) == Choice(12345, 3)
-
-
-def test_a_remembered_choice_reaches_models_of_the_same_dtypes_and_settings_only() -> None:
-    run_ranks(_remembered, 1)
+def test_a_root_that_is_built_again_keeps_the_choice() -> None:
+    run_ranks(_rebuilt, 1)
 
 
 # - What stays
@@ -312,7 +268,7 @@ def _buffers_change(fails: bool) -> None:
     assert torch.equal(gradient, torch.ones_like(x))
     assert (
         model._fsdp_ext_unit.root.decision is None
-        or model._fsdp_ext_unit.root.decision.scope is Scope.OPEN
+        or not model._fsdp_ext_unit.root.decision.overrides
     )
     assert torch.equal(model(x), before)
 
@@ -550,7 +506,7 @@ def _runs_out() -> tuple[list[Choice], float]:
     def step(trial: Trial, *guard: Any) -> float:
         plain(trial, *guard)
         decision = model._fsdp_ext_unit.root.decision
-        is_raced = decision is not None and decision.scope is Scope.OPEN
+        is_raced = decision is not None and not decision.overrides
         if dist.get_rank() == 1 and is_raced and decision.choice != before:
             raise torch.OutOfMemoryError("out of memory")
         return 1.0 + dist.get_rank()
@@ -619,8 +575,8 @@ def _errors() -> None:
         refused(ValueError, rf"was told otherwise\. Call {setter}\({usual}\) before")
         getattr(changed, setter)(usual)
     for name in ("bucket_bytes", "prefetch"):
-        with pytest.raises(ValueError, match=f"{name} is 'large'.*'auto' or None"):
-            make(**{name: "large"})
+        with pytest.raises(ValueError, match=f"{name} is 'auto'.*, or None"):
+            make(**{name: "auto"})
 
 
 def test_wrong_use_raises_and_says_what_to_do() -> None:

@@ -26,8 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_ext.comm import lanes
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
-from fsdp_ext.sharding.params.settings import Choice
-from fsdp_ext.sharding.root import auto
+from fsdp_ext.sharding.params import ownership
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
@@ -210,7 +209,7 @@ def _state() -> dict[str, Any]:
         "device": torch.ones(1).device,
         "gradients": torch.is_grad_enabled(),
         "random numbers": (random.random(), torch.rand(1).item(), numpy.random.rand()),
-        "chosen by tune": dict(auto._chosen),
+        "overwritten parameters": set(ownership._overwritten),
         "meshes": init_device_mesh("cpu", (1,)).get_group().group_name,
     }
 
@@ -230,7 +229,7 @@ def _change_all() -> None:
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    auto._chosen[("a model",)] = Choice(1, 1)
+    ownership._overwritten.add(1)
 
 
 def test_what_a_call_changes_is_put_back_before_the_next() -> None:

@@ -128,7 +128,7 @@ def _logger_state(name: str) -> tuple[int, list[logging.Handler]]:
 
 
 def _containers() -> Iterator[dict[Any, Any] | set[Any] | list[Any]]:
-    """Yield the module variables of fsdp_ext that remember earlier calls, such as of tune."""
+    """Yield the module variables of fsdp_ext that remember earlier calls."""
     for module in _modules():
         for name, value in vars(module).items():
             if isinstance(value, (dict, set, list)) and not name.startswith("__"):

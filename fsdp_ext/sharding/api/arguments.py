@@ -19,7 +19,7 @@ from fsdp_ext._util.numbers import as_bool, is_at_least
 from fsdp_ext.comm.inline_group import is_inline
 from fsdp_ext.sharding.params.dtensors import shards_before
 from fsdp_ext.sharding.params.ranks import Ranks
-from fsdp_ext.sharding.params.settings import AUTO, Auto, MessageBytes
+from fsdp_ext.sharding.params.settings import MessageBytes
 from fsdp_ext.sharding.root.module_state import state_of
 
 # How to make a process group without torchrun.
@@ -417,16 +417,16 @@ def resolve_reshard(value: bool | int | None, on_mesh: ParamsOnMesh) -> bool | i
 
 
 def check_numbers(
-    bucket_bytes: int | Auto | None = None,
+    bucket_bytes: int | None = None,
     max_message_bytes: MessageBytes | None = None,
-    prefetch: int | Auto | None = None,
+    prefetch: int | None = None,
     check_every: int | None = None,
 ) -> None:
     """Raise ValueError for one of these arguments of ``fully_shard`` that is out of its range."""
-    if not (bucket_bytes is None or bucket_bytes == AUTO or is_at_least(bucket_bytes, 0)):
+    if not (bucket_bytes is None or is_at_least(bucket_bytes, 0)):
         raise ValueError(
             f"bucket_bytes is {bucket_bytes!r}. Pass a number of bytes below 2**63 (0 sends each "
-            "unit by itself), 'auto' or None."
+            "unit by itself), or None."
         )
     asked: Any = max_message_bytes
     limits = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked,)
@@ -436,10 +436,10 @@ def check_numbers(
             "2**63, None for the default, or a tuple of two of these for gathers and for "
             "reductions."
         )
-    if not (prefetch is None or prefetch == AUTO or is_at_least(prefetch, 0, _MOST_BUCKETS)):
+    if not (prefetch is None or is_at_least(prefetch, 0, _MOST_BUCKETS)):
         raise ValueError(
             f"prefetch is {prefetch!r}. Pass a number of buckets up to {_MOST_BUCKETS} (1 is "
-            "usual, 0 turns it off), 'auto' or None."
+            "usual, 0 turns it off), or None."
         )
     if not (check_every is None or is_at_least(check_every, 1)):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import torch
 from torch import nn
@@ -65,9 +65,9 @@ class _Options(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: Any
     transport: str | Simulated | None
-    bucket_bytes: int | Literal["auto"] | None
+    bucket_bytes: int | None
     max_message_bytes: int | tuple[int | None, int | None] | None
-    prefetch: int | Literal["auto"] | None
+    prefetch: int | None
     keep_gather_inputs: bool | None
     check_every: int | None
 
@@ -91,9 +91,9 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     transport: str | Simulated | None = None,
-    bucket_bytes: int | Literal["auto"] | None = None,
+    bucket_bytes: int | None = None,
     max_message_bytes: int | tuple[int | None, int | None] | None = None,
-    prefetch: int | Literal["auto"] | None = None,
+    prefetch: int | None = None,
     keep_gather_inputs: bool | None = None,
     check_every: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
@@ -155,9 +155,8 @@ def fully_shard(
             ranks. Units share it if forward runs them one after the other; 0 lets each unit travel
             by itself. A unit without a value has the root's. The root's default is four times what
             the transport carries in the time of a launch (:func:`fsdp_ext.describe_buckets` shows
-            it). "auto" is the choice of :func:`fsdp_ext.tune` for models of this shape, and the
-            default before there is one. Results do not depend on it if the transport adds up ranks
-            in a fixed order, as shared memory does.
+            it). Results do not depend on it if the transport adds up ranks in a fixed order, as
+            shared memory does.
         max_message_bytes: the largest message, in bytes summed over all ranks. A larger bucket
             travels as several messages, so that casts and copies overlap communication. It is cut
             between parameters where that is possible; a parameter that is cut between rows is
@@ -169,7 +168,6 @@ def fully_shard(
         prefetch: how many buckets' gathers are in flight ahead of the unit that runs, in forward
             and in backward. Only the root's value is used; the default is 1. Each one needs a slot
             for one more bucket. With 0, a unit is gathered when it needs its parameters.
-            "auto" is the choice of :func:`fsdp_ext.tune`, as for ``bucket_bytes``.
         keep_gather_inputs: whether each rank keeps its shards as it has cast them in forward, to
             gather them again in backward. Otherwise they are cast for each gather, which takes no
             memory. By default they are kept on the CPU, and not on a GPU. If they are kept, shards

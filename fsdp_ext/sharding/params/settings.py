@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -13,8 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_ext.comm.transports import Transport
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, CommunicationHook
 
-Auto = Literal["auto"]
-AUTO: Auto = "auto"
 # Of gathers and of reductions; a single number is for both.
 MessageBytes = int | tuple[int | None, int | None]
 
@@ -48,9 +45,9 @@ class UnitSettings:
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 - frozen
     reshard_after_forward: bool | int | None = None  # a number is the size of a smaller group
     transport: Transport = None
-    bucket_bytes: int | Auto | None = None
+    bucket_bytes: int | None = None
     max_message_bytes: MessageBytes | None = None
-    prefetch: int | Auto | None = None  # only the root's is used
+    prefetch: int | None = None  # only the root's is used
     keep_gather_inputs: bool | None = None  # only the root's is used
     check_every: int | None = None  # only the root's is used
     keep_low_precision_grads: bool = False  # of FSDP1's mixed precision
@@ -144,23 +141,18 @@ class Choice:
         return text + (f", {count} units with reshard_after_forward=False" if count else "")
 
 
-class Scope(enum.Enum):
-    """Which settings a :class:`Choice` decides."""
-
-    AUTO = "those that are 'auto'"
-    OPEN = "those that are 'auto' or None"
-    ALL = "those that are open, every unit's bucket size and the prefetch, whatever was asked"
-
-
 @dataclass(frozen=True)
 class Decision:
-    """A choice and the settings that it decides."""
+    """A choice for the settings that are open.
+
+    Args:
+        choice: the choice.
+        overrides: whether it replaces bucket sizes and a prefetch that the user asked for, too.
+    """
 
     choice: Choice
-    scope: Scope
+    overrides: bool = False
 
-    def covers(self, asked: int | Auto | None) -> bool:
+    def covers(self, asked: int | None) -> bool:
         """Return whether the choice decides a setting for which the user asked ``asked``."""
-        if self.scope is Scope.ALL:
-            return True
-        return asked == AUTO or (asked is None and self.scope is Scope.OPEN)
+        return self.overrides or asked is None

@@ -129,5 +129,5 @@ def compare_shard_groups(
                 raise ValueError(
                     f"the shard groups have different {what}: shard group {own} has {here} and "
                     f"shard group {number} has {there}. Pass the same transport, bucket_bytes, "
-                    "prefetch and reshard_after_forward to fully_shard on all ranks, and no 'auto'."
+                    "prefetch and reshard_after_forward to fully_shard on all ranks."
                 )

@@ -23,11 +23,10 @@ from fsdp_ext.sharding.params.entries import Entry
 from fsdp_ext.sharding.params.optimizer_in_backward import watch_optimizers_in_backward
 from fsdp_ext.sharding.params.param_group import ParamGroup
 from fsdp_ext.sharding.params.pending import PendingGradients
-from fsdp_ext.sharding.params.settings import AUTO, Choice, Decision, RootSettings, Scope
+from fsdp_ext.sharding.params.settings import Decision
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root import module_changes
 from fsdp_ext.sharding.root.agreement import has_peers, together
-from fsdp_ext.sharding.root.auto import chosen_for
 from fsdp_ext.sharding.root.comparisons import (
     compare_groups,
     compare_parameters,
@@ -88,7 +87,7 @@ class Root(UnitTree):
             names, first.settings.transport, first.world_size, first.replicas
         )
         self.decision: Decision | None = None
-        self.settings = self._resolve()
+        self.settings = self.resolve(self.link, self.decision)
         if replicas is not None and has_peers(first):
             compare_shard_groups(replicas, self.lanes.transport, self.settings)
         self.mesh_ranks = MeshRanks(self._ranks(), first.ranks.size)
@@ -260,7 +259,7 @@ class Root(UnitTree):
             replaced.refuse_after_capture()
             self._settle(replaced)
         self._needs_order_check = False
-        self.settings = self._resolve()
+        self.settings = self.resolve(self.link, self.decision)
         if replaced is not None:
             self._take_over_from(replaced)
         try:
@@ -369,21 +368,8 @@ class Root(UnitTree):
 
     # - Settings
 
-    def _resolve(self) -> RootSettings:
-        """Return the settings to run with. Settings that are "auto" follow the choice of tune."""
-        asked = self.units[0].settings
-        is_auto = AUTO in (asked.bucket_bytes, asked.prefetch)
-        if is_auto and (self.decision is None or self.decision.scope is Scope.AUTO):
-            chosen = chosen_for(self.units, self.lanes.transport)
-            self.decision = None if chosen is None else Decision(chosen, Scope.AUTO)
-        return self.resolve(self.link, self.decision)
-
-    def decide(self, choice: Choice, scope: Scope) -> None:
-        """Run with ``choice`` for the settings of ``scope``, from the next forward on."""
-        self.restore_decision(Decision(choice, scope))
-
-    def restore_decision(self, decision: Decision | None) -> None:
-        """Run with an earlier value of ``decision`` again. None stands for the defaults."""
+    def decide(self, decision: Decision | None) -> None:
+        """Run with ``decision`` from the next forward on. None stands for the defaults."""
         self.decision = decision
         self.resolve_again()
         self.apply(self.units)

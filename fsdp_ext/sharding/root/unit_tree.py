@@ -140,7 +140,7 @@ class UnitTree:
         root = self.units[0].settings
         stays = decision.choice.stays_unsharded if decision is not None else ()
         median = statistics.median_low(unit.reduction_bytes() for unit in self.units)
-        prefetch = root.prefetch if isinstance(root.prefetch, int) else DEFAULT_PREFETCH
+        prefetch = DEFAULT_PREFETCH if root.prefetch is None else root.prefetch
         if decision is not None and decision.covers(root.prefetch):
             prefetch = decision.choice.prefetch
         return RootSettings(
@@ -159,10 +159,10 @@ class UnitTree:
     def _bucket_bytes(self, unit: ParamGroup, link: Link, decision: Decision | None) -> int:
         """Return the unit's own setting, or else the root's."""
         own, roots = unit.settings.bucket_bytes, self.units[0].settings.bucket_bytes
-        asked = own if isinstance(own, int) else roots
+        asked = roots if own is None else own
         if decision is not None and decision.covers(asked):
             return decision.choice.bucket_bytes
-        return asked if isinstance(asked, int) else default_bucket_bytes(link)
+        return default_bucket_bytes(link) if asked is None else asked
 
     def _message_limits(self, unit: ParamGroup, link: Link, median: int) -> tuple[int, int]:
         """Return the size of the largest message of gathers and of reductions; 0 for any size.
