@@ -161,16 +161,16 @@ class GradientPlace:
         offset: its first byte.
         local_shape: shape of this rank's shard.
         dtype: its dtype.
-        spread: how the whole gradient is spread.
+        spread: how the whole gradient is spread; None for a plain tensor.
     """
 
     offset: int
     local_shape: torch.Size
     dtype: torch.dtype
-    spread: Spread
+    spread: Spread | None
 
 
-def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[DTensor]]:
+def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Return a function that makes the sharded gradients at ``places`` of a flat gradient.
 
     The C++ unit keeps the function, so the function refers to nothing that refers to the unit.
@@ -178,13 +178,12 @@ def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], 
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def make(flat: torch.Tensor) -> list[DTensor]:
-        return [
-            place.spread.wrap(
-                _C.FlatTensor.part_of(flat, place.offset, place.local_shape, place.dtype)
-            )
-            for place in places
-        ]
+    def make(flat: torch.Tensor) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for place in places:
+            part = _C.FlatTensor.part_of(flat, place.offset, place.local_shape, place.dtype)
+            made.append(part if place.spread is None else place.spread.wrap(part))
+        return made
 
     return make
 

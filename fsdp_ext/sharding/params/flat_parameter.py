@@ -12,14 +12,13 @@ the flat one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_ext import _C
 from fsdp_ext.sharding.params.dtensors import Spread
 from fsdp_ext.sharding.params.optimizer_in_backward import has_optimizer_in_backward
 from fsdp_ext.sharding.params.ownership import own_grad_dtype
@@ -215,25 +214,6 @@ def show_flat(unit: Unit) -> None:
     """Let the module of a sharded unit have the flat parameter, if there is one."""
     if unit.flat_param is not None and not unit.is_summoned:
         unit.flat_param.show()
-
-
-def flat_gradient_maker(
-    dtype: torch.dtype, is_trained: bool
-) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """Return a function that makes the gradient of a flat parameter: the whole flat gradient.
-
-    Args:
-        dtype: the gradient's dtype.
-        is_trained: whether the flat parameter has a gradient.
-    """
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def make(flat: torch.Tensor) -> list[torch.Tensor]:
-        numel = flat.numel() // dtype.itemsize
-        return [_C.FlatTensor.part_of(flat, 0, [numel], dtype)] if is_trained else []
-
-    return make
 
 
 def flat_tensors(unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:

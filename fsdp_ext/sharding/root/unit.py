@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext import _C
 from fsdp_ext.comm.transports import zeros_for_shard
 from fsdp_ext.sharding.params.checked_optimizers import check_again
-from fsdp_ext.sharding.params.dtensors import Spread, gradient_maker, part_of_this_rank, shards_of
+from fsdp_ext.sharding.params.dtensors import (
+    GradientPlace,
+    Spread,
+    gradient_maker,
+    part_of_this_rank,
+    shards_of,
+)
 from fsdp_ext.sharding.params.entries import (
     Entry,
     GatherInput,
@@ -35,7 +41,7 @@ from fsdp_ext.sharding.params.extensions import (
     check_can_extend,
     place_extensions,
 )
-from fsdp_ext.sharding.params.flat_parameter import FlatParameter, flat_gradient_maker, registered
+from fsdp_ext.sharding.params.flat_parameter import FlatParameter, registered
 from fsdp_ext.sharding.params.module_attributes import set_parameter, swapped_attribute
 from fsdp_ext.sharding.params.optimizer_in_backward import (
     let_backward_step,
@@ -598,15 +604,14 @@ class Unit(ParamGroup):
         params = [entry if isinstance(entry, ShardedParam) else None for entry in entries]
         objects = [bound_objects(param, view) for param, view in zip(params, views, strict=True)]
         flat = self.flat_param
-        make_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-        if flat is None:
-            make_gradients = gradient_maker(gradient_places(params, impl.layout, self.grad_dtype))
-        else:
-            first = self.params[0]
-            make_gradients = flat_gradient_maker(self.grad_dtype(first), first.is_trained)
+        places = gradient_places(params, impl.layout, self.grad_dtype)
+        if flat is not None and places:
+            dtype = places[0].dtype
+            whole = torch.Size([impl.layout.gradient_bytes // dtype.itemsize])
+            places = [GradientPlace(0, whole, dtype, None)]
         impl.bind(
             objects=objects,
-            make_gradients=make_gradients,
+            make_gradients=gradient_maker(places),
             extensions=place_extensions(self._extensions, entries, self.shard_parts, views),
             flat_parameter=None if flat is None else flat.param,
             attributes=[
