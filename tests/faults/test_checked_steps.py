@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_ext
 from fsdp_ext import _C, FullyShardedDataParallel, Link, Simulated, fully_shard
 from fsdp_ext.optim import SGD
+from fsdp_ext.sharding.root import root
 from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecksum, findings, outdated
 
 
@@ -237,18 +239,15 @@ def test_training_with_checks_equals_training_without() -> None:
 def _compared_steps() -> list[int]:
     model = sharded(check_every=3)
     step(model)
-    root = model._fsdp_ext_unit.root
-    seen: list[int] = []
-    compare = root.checks.compare
-    root.checks.compare = lambda number, *others: (seen.append(number), compare(number, *others))
-    for _ in range(3):
-        with torch.no_grad():
-            model(torch.ones(2, 10))  # no step
+    with mock.patch.object(root, "compare_step", wraps=root.compare_step) as compare:
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.ones(2, 10))  # no step
+            step(model)
+        (model(torch.ones(2, 10)) + model(torch.ones(2, 10))).sum().backward()  # one step
+        model.stem.weight.requires_grad_(False)  # the C++ side is made anew
         step(model)
-    (model(torch.ones(2, 10)) + model(torch.ones(2, 10))).sum().backward()  # one step
-    model.stem.weight.requires_grad_(False)  # the C++ side is made anew
-    step(model)
-    return seen
+    return [call.args[0] for call in compare.call_args_list]
 
 
 def test_steps_are_counted_by_their_backward() -> None:
@@ -279,9 +278,9 @@ def test_a_step_that_failed_leaves_nothing_to_compare() -> None:
 def _ends_before_it_compares() -> str:
     model = sharded(check_every=2)
     step(model)
-    if dist.get_rank() == 1:
-        model._fsdp_ext_unit.root.checks.compare = lambda *_: os._exit(3)
-    return error_of(lambda: step(model))
+    ends = mock.Mock(side_effect=lambda *_: os._exit(3))
+    with mock.patch.object(root, "compare_step", ends if dist.get_rank() else root.compare_step):
+        return error_of(lambda: step(model))
 
 
 def test_a_rank_that_ends_before_the_comparison_is_named() -> None:

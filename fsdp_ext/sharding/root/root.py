@@ -41,7 +41,7 @@ from fsdp_ext.sharding.root.module_state import (
     units_of,
 )
 from fsdp_ext.sharding.root.preparing import preparing
-from fsdp_ext.sharding.root.step_checks import MeshRanks, StepChecks, agree
+from fsdp_ext.sharding.root.step_checks import MeshRanks, agree, compare_step
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.root.unit_tree import UnitTree
 
@@ -195,7 +195,7 @@ class Root(UnitTree):
             keeps_gather_inputs=self.keeps_gather_inputs(self.units[0].device.type),
             mesh_ranks=self.mesh_ranks.numbers,
             when_stale=weakref.WeakMethod(self._pre_forward_when_stale),
-            checks=None if self.checks is None else self.checks.impl,
+            checks=self.checks,
         )
         if self._needs_order_check:
             agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
@@ -354,17 +354,18 @@ class Root(UnitTree):
         ranks = unit.ranks.global_ranks
         return ranks if has_peers(unit) else [ranks[unit.ranks.rank_in_mesh]]
 
-    def _make_checks(self) -> StepChecks | None:
+    def _make_checks(self) -> _C.StepChecks | None:
         every = self.units[0].settings.check_every
         if every is None:
             return None
         refuse_several_meshes(self.units, "check_every")
-        return StepChecks(every, self.mesh_ranks, weakref.WeakMethod(self._compare_step))
+        return _C.StepChecks(every=every, compare=weakref.WeakMethod(self._compare_step))
 
     def _compare_step(self, step: int, numbers: list[list[int]]) -> None:
-        assert self.checks is not None
+        every = self.units[0].settings.check_every
+        assert every is not None
         names = [unit.name for unit in self.units]
-        self.checks.compare(step, numbers, names, self.impl.all_gather)
+        compare_step(step, every, numbers, names, self.mesh_ranks, self.impl.all_gather)
 
     # - Settings
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_ext import _C
 from fsdp_ext.comm.lanes import texts_if_different
 
 _COMPARISON = "the comparison of all ranks at the end of a checked step"
@@ -132,61 +131,35 @@ def _odd(what: str, hashes: dict[int, int], ranks: MeshRanks) -> list[str]:
     return [f"{ranks.named(odd)} {verb} from the other {count} ranks in {what}"]
 
 
-class StepChecks:
-    """The checks of one model.
-
-    Args:
-        every: every how many steps.
-        ranks: the ranks of the mesh.
-        compare: a weak reference to a method that calls :meth:`compare`. The schedule calls it at
-            the end of a checked step, with the step's number and this rank's numbers of each unit.
-    """
-
-    def __init__(
-        self,
-        every: int,
-        ranks: MeshRanks,
-        compare: Callable[[], Callable[[int, list[list[int]]], None] | None],
-    ) -> None:
-        self.every = every
-        self.ranks = ranks
-        self.impl = _C.StepChecks(every=every, compare=compare)
-
-    def compare(
-        self,
-        step: int,
-        numbers: list[list[int]],
-        names: Sequence[str],
-        all_gather: AllGather,
-    ) -> None:
-        """Compare this rank's numbers of a step with those of the other ranks.
-
-        Args:
-            step: the step's number. The first one is 1.
-            numbers: this rank's hashes of each unit.
-            names: the units' names.
-            all_gather: exchanges messages.
-        """
-        mine = array("q", [number for unit in numbers for number in unit]).tobytes()
-        messages = all_gather(_COMPARISON, mine)
-        of_all = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.int64)
-        of_all = of_all.view(len(messages), len(numbers), -1)
-        if _are_alike(of_all, self.ranks):
-            return
-        looks = [[StepChecksum(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
-        if found := outdated(looks, names, self.ranks):
-            raise RuntimeError(
-                f"check_every={self.every} found parameters that may have been written after "
-                f"their gather began, in step {step}: {_listed(found)}. Writes through .data, "
-                "local tensors, flat_shard() or torch._foreach_ functions have to come before "
-                "prefetch_next_forward() and unshard(). If there are no such writes, memory is "
-                f"wrong: {_REPLACE}"
-            )
-        if found := findings(looks, names, self.ranks):
-            raise RuntimeError(
-                f"check_every={self.every} found memory that is wrong in step {step}: "
-                f"{_listed(found)}. Do not train on: {_REPLACE}"
-            )
+def compare_step(
+    step: int,
+    every: int,
+    numbers: list[list[int]],
+    names: Sequence[str],
+    ranks: MeshRanks,
+    all_gather: AllGather,
+) -> None:
+    """Compare this rank's hashes of each unit in a step with those of the other ranks."""
+    mine = array("q", [number for unit in numbers for number in unit]).tobytes()
+    messages = all_gather(_COMPARISON, mine)
+    of_all = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.int64)
+    of_all = of_all.view(len(messages), len(numbers), -1)
+    if _are_alike(of_all, ranks):
+        return
+    looks = [[StepChecksum(*unit) for unit in of_rank] for of_rank in of_all.tolist()]
+    if found := outdated(looks, names, ranks):
+        raise RuntimeError(
+            f"check_every={every} found parameters that may have been written after "
+            f"their gather began, in step {step}: {_listed(found)}. Writes through .data, "
+            "local tensors, flat_shard() or torch._foreach_ functions have to come before "
+            "prefetch_next_forward() and unshard(). If there are no such writes, memory is "
+            f"wrong: {_REPLACE}"
+        )
+    if found := findings(looks, names, ranks):
+        raise RuntimeError(
+            f"check_every={every} found memory that is wrong in step {step}: "
+            f"{_listed(found)}. Do not train on: {_REPLACE}"
+        )
 
 
 def _listed(found: Sequence[str]) -> str:
