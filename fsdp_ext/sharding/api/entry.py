@@ -43,7 +43,6 @@ from fsdp_ext.sharding.root.module_state import (
     managed_params,
     replicated_params,
     set_state,
-    state_of,
 )
 from fsdp_ext.sharding.root.root import abandon_forward, prepare_forward
 from fsdp_ext.sharding.root.setting_changes import sharded_units
@@ -246,8 +245,8 @@ def install(units: list[Unit]) -> None:
         state_dict_hooks.install(unit)
     _mark_for_dynamo(first.modules)
     for index, module in enumerate(first.modules):
-        hooks = ForwardHooks(first, index, prepare_forward)
-        set_state(module, ModuleState(module, tuple(units), hooks))
+        first.hooks[module] = ForwardHooks(first, index, prepare_forward)
+        set_state(module, ModuleState(module, tuple(units)))
     torch_state.register(first)
     optimizer_hooks.watch_optimizers()
     module_changes.install()
@@ -333,24 +332,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "name of one of its methods."
         )
     method = getattr(module, method_name)
-    state = state_of(cast(nn.Module, module))
-    assert state is not None
-    assert state.hooks is not None
-    hooks = state.hooks
     unit = module._fsdp_ext_unit
+    hooks = unit.hooks[cast(nn.Module, module)]
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            changed = hooks.run_pre(module, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
-            output = method(*args, **kwargs)
-            result = hooks.run_post(module, args, output)
+            args, kwargs = hooks.run_pre(module, args, kwargs)
+            return hooks.run_post(module, args, method(*args, **kwargs))
         except BaseException:
             abandon_forward(unit)
             raise
-        return output if result is None else result
 
     setattr(module, method_name, wrapped)
 

@@ -52,13 +52,15 @@ class ForwardHooks:
         """Let the next forward prepare the unit again."""
         self._set(self._first_pre_forward, _no_post_forward)
 
-    def run_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the hook before forward, as the module would."""
-        return module._forward_pre_hooks[self._pre.id](module, args, kwargs)
+    def run_pre(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run the hook before forward, as the module would, and return forward's arguments."""
+        changed = module._forward_pre_hooks[self._pre.id](module, args, kwargs)
+        return (args, kwargs) if changed is None else changed
 
     def run_post(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Run the hook after forward, as the module would."""
-        return module._forward_hooks[self._post.id](module, args, output)
+        """Run the hook after forward, as the module would, and return forward's result."""
+        changed = module._forward_hooks[self._post.id](module, args, output)
+        return output if changed is None else changed
 
     def _set(self, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
         module = self._module()

@@ -11,7 +11,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, _get
 
 from fsdp_ext._util.errors import UnsupportedError
 from fsdp_ext.sharding.params.param_group import ParamGroup
-from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
 from fsdp_ext.sharding.root.unit import Unit
 
 _KEY = "_fsdp_ext"
@@ -27,13 +26,10 @@ class ModuleState:
         groups: the module's units, which in a planned model are planned ones. There are several if
             its parameters lie on several meshes: Note [units of one module] in
             ``csrc/torch/unit_forward.h``. None for FSDP1's wrapper.
-        hooks: the forward hooks of the first unit, which run the others, too. None in a planned
-            model and for FSDP1's wrapper.
     """
 
     sharded: nn.Module
     groups: tuple[ParamGroup, ...] = ()
-    hooks: ForwardHooks | None = None
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse to be copied with a module whose class does not refuse it."""
@@ -91,19 +87,6 @@ def units_below(module: nn.Module) -> list[Unit]:
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the first unit that ``fully_shard`` made of ``module``; None if there is none."""
     return next(iter(units_of(module)), None)
-
-
-def hooks_of(unit: Unit) -> list[ForwardHooks]:
-    """Return the forward hooks of a unit, one ``ForwardHooks`` for each of its modules.
-
-    A unit has none if another unit's hooks run it.
-    """
-    states = [state_of(module) for module in unit.modules]
-    return [
-        state.hooks
-        for state in states
-        if state is not None and state.hooks is not None and state.groups[0] is unit
-    ]
 
 
 def sharded_module(model: nn.Module) -> nn.Module:

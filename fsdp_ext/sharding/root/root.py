@@ -33,13 +33,7 @@ from fsdp_ext.sharding.root.comparisons import (
     compare_shard_groups,
 )
 from fsdp_ext.sharding.root.meshes import add_meshes, check_meshes, refuse_several_meshes
-from fsdp_ext.sharding.root.module_state import (
-    hooks_of,
-    sharded_module,
-    unit_of,
-    units_below,
-    units_of,
-)
+from fsdp_ext.sharding.root.module_state import sharded_module, unit_of, units_below, units_of
 from fsdp_ext.sharding.root.preparing import preparing
 from fsdp_ext.sharding.root.step_checks import MeshRanks, agree, compare_step
 from fsdp_ext.sharding.root.unit import Unit
@@ -221,7 +215,7 @@ class Root(UnitTree):
         # Last: if the above raised, the next forward starts over.
         if not self.is_provisional:
             for unit, unit_impl in zip(self.units, impls, strict=True):
-                for hooks in hooks_of(unit):
+                for hooks in unit.hooks.values():
                     hooks.connect(unit_impl)
 
     def _build_units(self, impl: _C.TorchRoot) -> list[_C.TorchUnit]:
@@ -315,7 +309,7 @@ class Root(UnitTree):
             if unit.impl is not None:
                 unit.impl.release_gradients()  # this root's C++ side may outlive the call
                 unit.impl = None
-                for hooks in hooks_of(unit):
+                for hooks in unit.hooks.values():
                     hooks.disconnect()
         impl = self._impl
         if impl.phase() == "idle" and not impl.is_needed_by_graph() and not self._shows_unreduced():

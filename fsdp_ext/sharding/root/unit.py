@@ -125,9 +125,11 @@ class Unit(ParamGroup):
         self.modules = modules
         self.ranks = ranks
         self.device = device
-        # The Root that runs this unit, from the first forward on. root.py imports this file, so the
-        # type cannot be named here.
+        # The Root that runs this unit, from the first forward on, and the ForwardHooks of modules,
+        # none if those of another unit run this one. Their files import this file, so the types
+        # cannot be named here.
         self.root: Any = None
+        self.hooks: dict[nn.Module, Any] = {}
         # The _comm_ctx that views show to PyTorch's code; they make it.
         self.comm_context: object = None
         self.impl: _C.TorchUnit | None = None

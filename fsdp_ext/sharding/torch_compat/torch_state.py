@@ -27,8 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_ext.sharding.params.entries import ShardedParam
-from fsdp_ext.sharding.root.forward_hooks import ForwardHooks
-from fsdp_ext.sharding.root.module_state import state_of, units_of
+from fsdp_ext.sharding.root.module_state import units_of
 from fsdp_ext.sharding.root.root import ensure_root, prepare_forward
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
@@ -278,25 +277,16 @@ class StateView(_View):
 
     # PyTorch's register_fsdp_forward_method calls these two around the method.
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] | None = _hooks(module).run_pre(module, args, kwargs)
-        return (args, kwargs) if changed is None else changed
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._unit.hooks[module].run_pre(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        changed = _hooks(module).run_post(module, args, output)
-        return output if changed is None else changed
+        return self._unit.hooks[module].run_post(module, args, output)
 
     # PyTorch's pipelining calls this after the last micro-batch.
 
     def _root_post_backward_final_callback(self) -> None:
         ParamGroupView(self._unit).post_backward()
-
-
-def _hooks(module: nn.Module) -> ForwardHooks:
-    state = state_of(module)
-    assert state is not None
-    assert state.hooks is not None
-    return state.hooks
 
 
 def register(unit: Unit) -> None:
