@@ -21,25 +21,16 @@ class Checked(NamedTuple):
     groups: Collection[weakref.ref[dist.ProcessGroup]]  # no WeakSet, which Dynamo cannot trace
 
 
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Checked] = weakref.WeakKeyDictionary()
-
-
-def last_check(optimizer: torch.optim.Optimizer) -> Checked | None:
-    """Return what was found of an optimizer; None if it has to be checked before its next step."""
-    return _checked.get(optimizer)
-
-
-def keep_check(optimizer: torch.optim.Optimizer, found: Checked) -> None:
-    """Keep what was found of an optimizer."""
-    _checked[optimizer] = found
+# Those that need no check before their next step.
+checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Checked] = weakref.WeakKeyDictionary()
 
 
 def check_again() -> None:
     """Have all optimizers checked again, since their parameters or the roots of these changed."""
-    _checked.clear()
+    checked.clear()
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer steps shards, as far as its last check tells."""
-    found = last_check(optimizer)
+    found = checked.get(optimizer)
     return found is None or found.steps_shards

@@ -22,8 +22,7 @@ from fsdp_ext.comm.lanes import check_lanes
 from fsdp_ext.sharding.params.checked_optimizers import (
     Checked,
     check_again,
-    keep_check,
-    last_check,
+    checked,
     steps_shards,
 )
 from fsdp_ext.sharding.params.flat_parameter import is_flat
@@ -61,13 +60,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "overwrite its result. Call step() outside, or pass writeback=False."
         )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    found = last_check(optimizer)
+    found = checked.get(optimizer)
     if found is None or found.params != count:
         _check_params(optimizer)
         owners = owners_of(units_alive())
         has_shards = any(map(_is_shard, _params_of(optimizer)))
         found = Checked(count, has_shards, _groups_of(optimizer, owners))
-        keep_check(optimizer, found)
+        checked[optimizer] = found
         if any(param not in owners for param in _params_of(optimizer)):
             # torch's registration hooks do not report ModuleList.insert, or a new parameter that is
             # unfrozen later. So the next forward checks whether a sharded model has this one.
