@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from fsdp_ext._util.numbers import as_bool, is_real, scalar_of
 from fsdp_ext.sharding.api.handles import HAS_FINALIZATION, GradientReductionHandle, UnshardHandle
-from fsdp_ext.sharding.api.refused_methods import override_rest
 from fsdp_ext.sharding.params.flat_parameter import flat_tensors
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, check_comm
 from fsdp_ext.sharding.root.empty_forward import join_empty
@@ -621,7 +621,22 @@ class FSDPModule(TorchFSDPModule):
         return torch_state.view_of(cast(nn.Module, self))
 
 
-override_rest(FSDPModule, TorchFSDPModule)
+def refuse_rest(cls: type, base: type) -> None:
+    """Give ``cls`` a method that raises for each method of ``base`` that it does not override.
+
+    PyTorch's methods would look for its own state on the module. Newer versions of PyTorch may add
+    methods, so the list is read from the installed version.
+    """
+    for name, value in vars(base).items():
+        if callable(value) and name not in vars(cls) and not name.startswith("__"):
+            setattr(cls, name, functools.partialmethod(_refuse, name))
+
+
+def _refuse(self: object, name: str, /, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(f"FSDPModule.{name} is not supported yet. Leave the call out.")
+
+
+refuse_rest(FSDPModule, TorchFSDPModule)
 # The methods that PyTorch's class does not have.
 _ADDED = [
     name for name in vars(FSDPModule) if name[0] != "_" and not hasattr(TorchFSDPModule, name)
