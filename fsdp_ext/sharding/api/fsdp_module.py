@@ -17,7 +17,6 @@ from fsdp_ext._util.numbers import as_bool, is_real, scalar_of
 from fsdp_ext.sharding.api.handles import HAS_FINALIZATION, GradientReductionHandle, UnshardHandle
 from fsdp_ext.sharding.params.flat_parameter import flat_tensors
 from fsdp_ext.sharding.params.user_hooks import AllReduceHook, check_comm
-from fsdp_ext.sharding.root.empty_forward import join_empty
 from fsdp_ext.sharding.root.module_state import refuse_copy, unit_of, units_below, units_of
 from fsdp_ext.sharding.root.root import Root, ensure_root
 from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collectives, targets_of
@@ -307,7 +306,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(
                 f"join_empty got {got}. Pass a floating-point tensor that the loss depends on."
             )
-        return join_empty(cast(nn.Module, self), tensor)
+        return _join_empty(cast(nn.Module, self), tensor)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters at its end.
@@ -619,6 +618,27 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         """Return a view of the unit with a part of PyTorch's ``FSDPState``."""
         return torch_state.view_of(cast(nn.Module, self))
+
+
+def _join_empty(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """Take part for ``module``, a unit or a module of one, and for the units inside it."""
+    unit = unit_of(module)
+    if unit is None:
+        return _join_children(module, tensor)
+    if unit.impl is None:
+        raise RuntimeError(
+            f"join_empty was called on unit '{unit.name}' before the first forward of the root "
+            "module. Call it in that forward."
+        )
+    tensor = _join_children(module, unit.impl.begin_skip(tensor))
+    unit.impl.end_skip(unit.modules.index(module), tensor)
+    return tensor
+
+
+def _join_children(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    for child in module.children():
+        tensor = _join_empty(child, tensor)
+    return tensor
 
 
 def refuse_rest(cls: type, base: type) -> None:
