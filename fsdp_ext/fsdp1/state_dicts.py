@@ -42,8 +42,7 @@ from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, SHARDED, Form, Sta
 from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_flat
 from fsdp_ext.sharding.root.unit import Unit
-from fsdp_ext.sharding.torch_compat.conversions import reshard_and_forget
-from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import reshard_and_forget, settle
 
 
 class StateDictMethods:

@@ -28,8 +28,7 @@ from fsdp_ext.sharding.root.module_state import (
     units_of,
 )
 from fsdp_ext.sharding.root.unit import Unit
-from fsdp_ext.sharding.torch_compat.conversions import applied
-from fsdp_ext.sharding.torch_compat.state_dict_hooks import converting, reshard
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import applied, converting, reshard
 
 
 class _View:

@@ -93,8 +93,11 @@ from fsdp_ext.sharding.root.module_state import (
     sharded_module,
 )
 from fsdp_ext.sharding.root.optimizer_hooks import let_optimizers_go_on
-from fsdp_ext.sharding.torch_compat.conversions import convert_shards, reshard_and_forget
-from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import (
+    convert_shards,
+    reshard_and_forget,
+    settle,
+)
 
 _Named = TypeVar("_Named")
 

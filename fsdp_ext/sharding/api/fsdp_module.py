@@ -22,7 +22,7 @@ from fsdp_ext.sharding.root.root import Root, ensure_root
 from fsdp_ext.sharding.root.setting_changes import change, refuse_custom_collectives, targets_of
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat import torch_state
-from fsdp_ext.sharding.torch_compat.conversions import applied, reshard_and_forget
+from fsdp_ext.sharding.torch_compat.state_dict_hooks import applied, reshard_and_forget
 
 
 class FSDPModule(TorchFSDPModule):

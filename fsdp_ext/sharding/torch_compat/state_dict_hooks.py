@@ -1,12 +1,13 @@
-"""Hooks of ``state_dict`` and ``load_state_dict``.
+"""Hooks of ``state_dict`` and ``load_state_dict``, and conversions by ``module.to()`` and the like.
 
-State dicts hold the sharded parameters, and loading one may replace them.
+State dicts hold the sharded parameters. Loading and conversions may replace these.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.sharding.params.flat_parameter import registered
 from fsdp_ext.sharding.params.ownership import asked_grad_dtype
+from fsdp_ext.sharding.root.module_state import units_of
 from fsdp_ext.sharding.root.unit import Unit
 
 
@@ -86,6 +88,42 @@ def invalidate(unit: Unit) -> None:
     """Have the C++ side of the unit's root made anew."""
     if unit.root is not None:
         unit.root.invalidate()
+
+
+@contextlib.contextmanager
+def applied(units: Sequence[Unit]) -> Iterator[None]:
+    """Let the block, which is ``Module._apply``, work on the units' sharded parameters."""
+    with contextlib.ExitStack() as conversions:
+        for unit in units:
+            reshard_and_forget(unit)
+            if unit.impl is not None:
+                # torch.utils.swap_tensors wants to be the only holder of gradients.
+                unit.impl.release_gradients()
+            conversions.enter_context(converting(unit))
+        yield
+
+
+def reshard_and_forget(unit: Unit) -> None:
+    """Reshard the unit, and have its next use gather from all ranks again."""
+    reshard(unit)
+    if unit.root is not None:
+        unit.root.forget(unit)
+
+
+def convert_shards(module: nn.Module) -> None:
+    """Let ``_apply`` of a unit's module, which keeps its class, work on the sharded parameters.
+
+    ``FSDPModule`` has such a method in its class. Here the module itself gets this method.
+    """
+    weakly = weakref.ref(module)
+
+    def _apply(*args: Any, **kwargs: Any) -> Any:
+        own: Any = weakly()
+        assert own is not None
+        with applied(units_of(own)):
+            return type(own)._apply(own, *args, **kwargs)
+
+    module.__dict__["_apply"] = _apply
 
 
 @contextlib.contextmanager
