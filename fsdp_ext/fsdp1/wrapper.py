@@ -235,7 +235,6 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         self._state_dict_settings = DEFAULT
         self._is_root = True
         self._runs_in_float32 = False
-        self._ignored_modules = ignored
         self._ignored_params = ignored_params
         own = own_modules(module, ignored)
         refuse_subclasses(own, ignored_params)
