@@ -36,12 +36,14 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
     """
     if not all(_is_known(unit) for unit in root.units):
         return None
-    settings = root.settings
-    kept = zip(root.units, settings.reshard_groups, settings.reshard_after_forward, strict=True)
+    kept = zip(root.units, root.settings.reshard_after_forward, strict=True)
     # FSDP2 makes no FSDPParamGroup for a unit without parameters of its own.
-    step = _Step(
-        {unit: group if reshards else None for unit, group, reshards in kept if unit.params}
-    )
+    groups = {
+        unit: unit.settings.reshard_group if reshards else None
+        for unit, reshards in kept
+        if unit.params
+    }
+    step = _Step(groups)
     for unit in root.units:
         if unit.settings.offloads:
             continue  # the host has them

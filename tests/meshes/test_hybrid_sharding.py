@@ -331,6 +331,8 @@ def _differ(setting: str) -> str:
     options = {}
     if setting == "bucket_bytes":
         options["bucket_bytes"] = 0 if is_first else 1 << 20
+    elif setting == "prefetch":
+        options["prefetch"] = 0 if is_first else 2
     elif setting == "frozen":
         layers[0].requires_grad_(is_first)
     mesh = hybrid_mesh()
@@ -338,7 +340,8 @@ def _differ(setting: str) -> str:
         fully_shard(layer, mesh=mesh)
     model = fully_shard(layers, mesh=mesh, **options)
     try:
-        model(batch(0, 0)).sum().backward()
+        for _ in range(2):
+            model(batch(0, 0)).sum().backward()
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
@@ -346,9 +349,10 @@ def _differ(setting: str) -> str:
 
 def test_shard_groups_that_cut_the_model_differently_raise() -> None:
     for message in run_ranks(_differ, 4, "bucket_bytes"):
-        assert "the shard groups have different settings" in message
+        assert "rank 0 has unit 'the root' (bucket_bytes=0, " in message
     for message in run_ranks(_differ, 4, "frozen"):
         assert "where rank 2 has unit '0' (frozen)" in message
+    assert run_ranks(_differ, 4, "prefetch") == [""] * 4
 
 
 def _ask_for_what_is_not_supported() -> None:

@@ -104,14 +104,12 @@ class RootSettings:
         message_limits: for each unit, the size of the largest message of its gathers and of its
             reductions; 0 for any size.
         reshard_after_forward: for each unit, whether it is resharded after forward.
-        reshard_groups: for each unit, over how many ranks; 0 for all.
     """
 
     prefetch: int
     bucket_bytes: tuple[int, ...]
     message_limits: tuple[tuple[int, int], ...]
     reshard_after_forward: tuple[bool, ...]
-    reshard_groups: tuple[int, ...]
 
     @property
     def stays_unsharded(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_ext import _C
 from fsdp_ext._util.errors import UnsupportedError
-from fsdp_ext._util.names import without_fsdp1
+from fsdp_ext._util.names import without_fsdp1, without_wrappers
 from fsdp_ext._util.tracing import hidden_from_dynamo, outside_of_transforms
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.lanes import add_group_lanes, group_beside, lanes_of
@@ -27,15 +27,11 @@ from fsdp_ext.sharding.params.settings import Decision
 from fsdp_ext.sharding.params.user_hooks import CustomCollective
 from fsdp_ext.sharding.root import module_changes
 from fsdp_ext.sharding.root.agreement import has_peers, together
-from fsdp_ext.sharding.root.comparisons import (
-    compare_groups,
-    compare_parameters,
-    compare_shard_groups,
-)
+from fsdp_ext.sharding.root.comparisons import compare_groups, compare_models
 from fsdp_ext.sharding.root.meshes import add_meshes, check_meshes, refuse_several_meshes
 from fsdp_ext.sharding.root.module_state import sharded_module, unit_of, units_below, units_of
 from fsdp_ext.sharding.root.preparing import preparing
-from fsdp_ext.sharding.root.step_checks import MeshRanks, agree, compare_step
+from fsdp_ext.sharding.root.step_checks import MeshRanks, compare_step
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.root.unit_tree import UnitTree
 
@@ -75,15 +71,12 @@ class Root(UnitTree):
             self._unreduced += provisional.give_up()
         self._make_lanes()
         first = self.units[0]
-        replicas = first.ranks.replicate_group
         names = (self.lanes.transport, (self.replicas or self.lanes).transport)
         self.link = link_of_buckets(
             names, first.settings.transport, first.world_size, first.replicas
         )
         self.decision: Decision | None = None
         self.settings = self.resolve(self.link, self.decision)
-        if replicas is not None and has_peers(first):
-            compare_shard_groups(replicas, self.lanes.transport, self.settings)
         self.mesh_ranks = MeshRanks(self._ranks(), first.ranks.size)
         self.checks = self._make_checks()
         self._build()
@@ -192,15 +185,10 @@ class Root(UnitTree):
             checks=self.checks,
         )
         if self._needs_order_check:
-            agree(self.units[0].settings.check_every, self.mesh_ranks, impl.all_gather)
             caller = "unshard" if self.is_provisional else "forward"
             with together(self.units[0], caller, "the building of units", impl.all_gather):
                 impls = self._build_units(impl)
-            # Ranks of other meshes have other parameters.
-            compared = [
-                unit for unit, mesh in zip(self.units, self.meshes, strict=True) if mesh == 0
-            ]
-            compare_parameters(compared, self.mesh_ranks, impl.all_gather)
+            self._compare_models(impl)
         else:
             impls = self._build_units(impl)
         configs = self.configs([unit_impl.layout for unit_impl in impls], self.meshes)
@@ -217,6 +205,22 @@ class Root(UnitTree):
             for unit, unit_impl in zip(self.units, impls, strict=True):
                 for hooks in unit.hooks.values():
                     hooks.connect(unit_impl)
+
+    def _compare_models(self, impl: _C.TorchRoot) -> None:
+        every, settings = self.units[0].settings.check_every, self.settings
+        lines = [("the root", f"(transport={self.lanes.transport}, check_every={every})")]
+        # Ranks of other meshes have other parameters.
+        compared = [number for number, mesh in enumerate(self.meshes) if mesh == 0]
+        for number in compared:
+            unit = self.units[number]
+            reshards = unit.settings.reshard_group or settings.reshard_after_forward[number]
+            facts = (
+                f"(bucket_bytes={settings.bucket_bytes[number]}, max_message_bytes="
+                f"{settings.message_limits[number]}, reshard_after_forward={reshards})"
+            )
+            lines.append((f"unit '{without_wrappers(unit.name)}'", facts))
+        units = [self.units[number] for number in compared]
+        compare_models(units, lines, self.mesh_ranks, impl.all_gather)
 
     def _build_units(self, impl: _C.TorchRoot) -> list[_C.TorchUnit]:
         self._check_modules(impl)

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_ext.comm.lanes import texts_if_different
-
 _COMPARISON = "the comparison of all ranks at the end of a checked step"
-_AGREEMENT = "the comparison of check_every"
 _OUTDATED = 2  # a value of StepChecksum.gathered_ahead
 _NAMED = 5  # findings that an error lists
 _REPLACE = "replace the machine of the rank that is wrong, and resume from an older checkpoint."
@@ -173,14 +170,3 @@ def _are_alike(numbers: torch.Tensor, ranks: MeshRanks) -> bool:
     by_group = shards.reshape(-1, min(ranks.group_size, len(shards)), shards.shape[1])
     alike = (gathered == gathered[0]).all() & (by_group == by_group[0]).all() & (changed == 0).all()
     return bool(alike & (numbers[:, :, 4] != _OUTDATED).all())
-
-
-def agree(check_every: int | None, ranks: MeshRanks, all_gather: AllGather) -> None:
-    """Check that all ranks have the same ``check_every``."""
-    of_ranks = texts_if_different(all_gather, _AGREEMENT, str(check_every)) or []
-    for rank, theirs in enumerate(of_ranks):
-        if theirs != of_ranks[0]:
-            raise ValueError(
-                f"check_every is {of_ranks[0]} on {ranks.named([0])} and {theirs} on "
-                f"{ranks.named([rank])}. Pass the same value to fully_shard on all ranks."
-            )

@@ -122,7 +122,7 @@ class UnitTree:
         unit = self.units[number]
         settings = _C.UnitSettings()
         settings.reshard_after_forward = self.settings.reshard_after_forward[number]
-        settings.reshard_group = self.settings.reshard_groups[number]
+        settings.reshard_group = unit.settings.reshard_group
         settings.reshard_after_backward = unit.settings.reshard_after_backward
         settings.pre_scale, settings.post_scale = unit.gradient_scales(reduce_dtype)
         settings.bucket_bytes = self.settings.bucket_bytes[number]
@@ -153,7 +153,6 @@ class UnitTree:
                 else bool(unit.settings.reshard_after_forward)
                 for number, unit in enumerate(self.units)
             ),
-            reshard_groups=tuple(unit.settings.reshard_group for unit in self.units),
         )
 
     def _bucket_bytes(self, unit: ParamGroup, link: Link, decision: Decision | None) -> int:
