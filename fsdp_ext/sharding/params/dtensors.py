@@ -51,12 +51,7 @@ class Spread:
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor with ``local`` as this rank's part, on the device of ``local``."""
-        if local.device.type not in (self.mesh.device_type, "meta"):
-            return self.wrap(local.view_as(local))  # from_local would move offloaded memory
-        stride = contiguous_stride(self.shape)
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
-        )
+        return self.wrap(local.view_as(local))  # from_local would move offloaded memory
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor around ``local`` itself, whose class may not support views."""
