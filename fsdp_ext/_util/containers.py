@@ -84,10 +84,7 @@ def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
 def _copy_of(mapping: Mapping[Any, Any], items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """Return a copy of ``mapping`` with ``items``, or ``mapping`` if nothing says how to copy it.
 
-    Args:
-        mapping: the mapping.
-        items: all items of the copy.
-        changed: the items that differ from the mapping's.
+    ``changed`` has those that differ from the mapping's.
     """
     if not isinstance(mapping, (dict, UserDict)):
         return mapping

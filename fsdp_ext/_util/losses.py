@@ -21,11 +21,7 @@ def resolve_loss(loss: Callable[[Any], Tensor] | None, caller: str) -> Callable[
     """Return a function that makes a scalar of the model's output, and checks it.
 
     It raises TypeError if the user's function returns no tensor, and ValueError if that is not a
-    scalar that requires a gradient.
-
-    Args:
-        loss: the argument of the public function ``caller``; None for the mean of the output.
-        caller: its name, for messages.
+    scalar that requires a gradient. Without a function, it is the mean of the output.
     """
     if loss is None:
         return functools.partial(_mean_of_output, caller=caller)

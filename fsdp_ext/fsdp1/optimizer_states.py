@@ -62,12 +62,9 @@ def check_names(states: State, params: Mapping[str, nn.Parameter]) -> None:
 def shard_values(
     states: State, params: Mapping[str, nn.Parameter], take: Callable[[Any], Any]
 ) -> State:
-    """Return copies of this rank's values in saved states of ``params``.
+    """Return copies of this rank's values in saved states, whole or sharded, of ``params``.
 
-    Args:
-        states: the values by the names of parameters, whole or sharded.
-        params: the optimizer's parameters.
-        take: is called with each value before it is sharded, and returns the value to use.
+    ``take`` is called with each value before it is sharded, and returns the value to use.
     """
     return {
         name: {
@@ -106,12 +103,8 @@ def with_keys(state: State, rename: Callable[[Any], Any]) -> State:
 def with_states(state: State, states: State, keys_of: Callable[[Any], list[Any]]) -> State:
     """Return an optimizer's state with ``states``, and with other keys in its groups.
 
-    A state without 'param_groups' stays without them.
-
-    Args:
-        state: the state.
-        states: the values by the new keys.
-        keys_of: returns the new keys that take the place of a key.
+    A state without 'param_groups' stays without them. ``keys_of`` returns the new keys that take
+    the place of a key.
     """
     changed = {**state, "state": states}
     if "param_groups" in state:
@@ -143,14 +136,9 @@ def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def as_rank_0_has_it(state: State, unit: Unit, *, keeps_plain: bool) -> State:
     """Order the values as rank 0 of the unit's group has them, so that all ranks gather the same.
 
-    Values that rank 0 lacks are left out, except those that ``keeps_plain`` is about.
-
-    Args:
-        state: the state, whose DTensors will be gathered.
-        unit: any unit of the model.
-        keeps_plain: whether each rank keeps its states without a DTensor as they are. They belong
-            to plain parameters, which other ranks may lack. FSDP1 keeps them with
-            ``use_orig_params=True``, and otherwise leaves out what rank 0 lacks.
+    Values that rank 0 lacks are left out. If ``keeps_plain``, each rank keeps its states without a
+    DTensor as they are. They belong to plain parameters, which other ranks may lack. FSDP1 keeps
+    them with ``use_orig_params=True``, and otherwise leaves out what rank 0 lacks.
     """
     states = state["state"]
     plain = {

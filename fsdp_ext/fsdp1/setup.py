@@ -236,13 +236,7 @@ def wrap_children(
 ) -> None:
     """Wrap the modules below ``root`` that ``policy`` chooses.
 
-    Args:
-        root: is not wrapped itself.
-        policy: a policy of ``torch.distributed.fsdp.wrap``, or a callable.
-        ignored: modules that are never wrapped.
-        ignored_params: parameters that do not count.
-        kwargs: arguments of the wrappers.
-        wrapper_class: ``FullyShardedDataParallel``, whose file imports this one.
+    ``wrapper_class`` is ``FullyShardedDataParallel``, whose file imports this one.
     """
     for name, module in root.named_modules():
         if is_wrapper(module):

@@ -190,10 +190,7 @@ def _check_can_summon(unit: Unit, how: Summoning, caller: str) -> None:
 def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]:
     """Give the modules of ``units`` whole parameters. All ranks enter this.
 
-    Args:
-        units: the units. Units inside of them are summoned only if they are listed.
-        how: the arguments of ``summon_full_params``.
-        caller: name of the public function, for messages.
+    Units inside of them are summoned only if they are listed.
     """
     for unit in units:
         _check_can_summon(unit, how, caller)

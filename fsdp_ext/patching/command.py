@@ -24,9 +24,7 @@ _KEPT = ("__builtins__", "__name__", "__spec__")
 def run_command(namespace: dict[str, Any]) -> None:
     """Run the script that the command line names, with ``namespace`` as its globals.
 
-    Args:
-        namespace: globals of the main module. It is emptied, except for names that every module
-            has.
+    The namespace is emptied before, except for names that every module has.
     """
     script = _script_of(sys.argv[1:])
     del sys.argv[0]

@@ -262,10 +262,7 @@ def gradient_places(
 ) -> list[GradientPlace]:
     """Return where the gradients of the trainable parameters lie in the flat gradient.
 
-    Args:
-        params: the layout's parameters; None stands for an input of an extension.
-        layout: the unit's.
-        dtype_of: returns the dtype of a parameter's gradient.
+    ``params`` are the layout's; None stands for an input of an extension.
     """
     return [
         GradientPlace(place.flat_gradient_offset, param.local.shape, dtype_of(param), param.spread)

@@ -245,11 +245,7 @@ def place_extensions(
 ) -> UnitExtensions | None:
     """Tell the extensions of a unit where their tensors lie. Return None if there are none.
 
-    Args:
-        extensions: one for each parameter that is not gathered itself.
-        entries: the entries of the unit's layout.
-        parts: the part of the flat shard of each entry.
-        views: the unsharded view of each entry.
+    Each entry of the unit's layout has a part of the flat shard and an unsharded view.
     """
     if not extensions:
         return None

@@ -31,12 +31,8 @@ def swapped_attribute(
 ) -> _C.ModuleAttribute:
     """Return the attribute ``name`` of ``module`` for the C++ side, which swaps its value.
 
-    Args:
-        module: has the attribute.
-        name: the attribute.
-        parameter: the index of its parameter in the unit.
-        is_plain: whether it is in ``__dict__``, because the unit has a flat parameter.
-        may_call_setattr: whether a ``__setattr__`` that the module's class overrides is called.
+    ``parameter`` is the index of its parameter in the unit. A plain attribute is in ``__dict__``,
+    because the unit has a flat parameter. A ``__setattr__`` of the module's class may be called.
     """
     calls_setattr = may_call_setattr and overrides_setattr(module)
     return _C.ModuleAttribute(

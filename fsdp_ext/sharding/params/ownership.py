@@ -200,13 +200,7 @@ def asked_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
 
 
 def check_grad_dtype(name: str, param: nn.Parameter, *, is_extension: bool = False) -> None:
-    """Raise an error if gradients of ``param`` cannot have the dtype that the user wants.
-
-    Args:
-        name: its name, for messages.
-        param: the parameter, sharded or not.
-        is_extension: whether its class says how it is gathered.
-    """
+    """Raise an error if gradients of ``param`` cannot have the dtype that the user wants."""
     dtype = own_grad_dtype(param)
     if dtype is None:
         return

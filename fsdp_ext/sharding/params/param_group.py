@@ -174,10 +174,7 @@ class ParamGroup:
     ) -> None:
         """Check that messages have room for one row of a parameter of each rank.
 
-        Args:
-            params: the parameters.
-            gather: the size of the largest message of gathers, summed over all ranks.
-            reduction: the same for reductions.
+        ``gather`` and ``reduction`` are the sizes of the largest ones, summed over all ranks.
         """
         for most, training in ((gather, False), (reduction, True)):
             if most is not None and self.world_size > 1:

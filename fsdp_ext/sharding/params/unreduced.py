@@ -88,12 +88,9 @@ def take(impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]]) -> list[Unreduce
 def put(
     impl: _C.TorchRoot, placed: Sequence[Sequence[Entry]], unreduced: Sequence[Unreduced]
 ) -> None:
-    """Let ``impl``, which has accumulated nothing, reduce gradients that another one has not.
+    """Let ``impl``, which has accumulated nothing, reduce what :func:`take` took from another one.
 
-    Args:
-        impl: the new C++ side.
-        placed: for each unit, the entries of its layout in ``impl``.
-        unreduced: the result of :func:`take` for the old one.
+    ``placed`` has the entries of each unit's layout in ``impl``.
     """
     if not unreduced:
         return

@@ -13,15 +13,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class AllReduceHook:
-    """See :meth:`fsdp_ext.FSDPModule.set_all_reduce_hook`.
-
-    Args:
-        function: changes a unit's reduced gradients.
-        stream: the stream to run it on; None for that of the reductions.
-    """
+    """See :meth:`fsdp_ext.FSDPModule.set_all_reduce_hook`."""
 
     function: Callable[[torch.Tensor], object]
-    stream: torch.Stream | None = None
+    stream: torch.Stream | None = None  # None for that of the reductions
 
     def run(self, gradients: torch.Tensor, handle: int) -> None:
         """Call the function on its stream. ``handle`` is that of the reductions' stream."""
@@ -39,11 +34,8 @@ class CommunicationHook:
     def run(self, gradients: torch.Tensor, handle: int, source: torch.Tensor | None = None) -> None:
         """Call the function on the reductions' stream.
 
-        Args:
-            gradients: gets the reduced gradients; without ``source`` it has the ones to reduce.
-            handle: see :func:`on_stream`.
-            source: the gradients to reduce, if ranks share parameters: the rows of each rank, one
-                rank after the other.
+        If ranks share parameters, ``source`` has the gradients to reduce, the rows of each rank one
+        after another, and ``gradients`` gets the reduced ones.
         """
         result = gradients.detach()
         with on_stream(gradients.device, handle, None):
@@ -60,11 +52,8 @@ class CustomCollective:
 
     The note is in ``csrc/core/reduce/user_collective.h``. The object gets tensors that it has
     allocated itself, so each message is copied once more on each side. They are allocated once for
-    each size, and units that have the same object share them.
-
-    Args:
-        comm: implements PyTorch's ``AllGather`` or ``ReduceScatter``.
-        group: the ranks. Nothing else may use it at the same time.
+    each size, and units that have the same object share them. Nothing else may use the group at the
+    same time.
     """
 
     def __init__(self, comm: Any, group: dist.ProcessGroup) -> None:
@@ -73,13 +62,7 @@ class CustomCollective:
         self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def gather(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
-        """Let the object gather on the gathers' stream. The schedule calls this.
-
-        Args:
-            output: gets the rows of all ranks.
-            handle: see :func:`on_stream`.
-            source: this rank's rows.
-        """
+        """Let the object gather ``source`` on the gathers' stream. The schedule calls this."""
         with on_stream(output.device, handle, None):
             gathered = self._buffer_like(output)
             rows = gathered.narrow(0, self.group.rank() * source.numel(), source.numel())
@@ -90,10 +73,7 @@ class CustomCollective:
     def reduce(self, output: torch.Tensor, handle: int, source: torch.Tensor) -> None:
         """Let the object add up gradients on the reductions' stream. The schedule calls this.
 
-        Args:
-            output: gets this rank's rows of the sum.
-            handle: see :func:`on_stream`.
-            source: the gradients, the rows of each rank one after another.
+        ``source`` has the rows of each rank one after another; ``output`` gets this rank's.
         """
         with on_stream(output.device, handle, None):
             packed, reduced = self._buffer_like(source), self._buffer_like(output)
@@ -131,10 +111,8 @@ def _finish(work: Any) -> None:
 def on_stream(device: torch.device, handle: int, stream: torch.Stream | None) -> Iterator[None]:
     """Run the block on ``stream``, ordered after and before work on the lane's stream.
 
-    Args:
-        device: the device of the tensors.
-        handle: the native handle of the lane's stream; 0 on the host, whose stream is this thread.
-        stream: the stream for the block; None stands for the lane's stream.
+    ``handle`` is the native one of the lane's stream; 0 on the host, whose stream is this thread.
+    None for ``stream`` stands for the lane's stream.
     """
     if device.type == "cpu":
         cpu_stream: Any = stream

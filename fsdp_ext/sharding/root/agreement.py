@@ -42,12 +42,9 @@ def has_peers(unit: Unit) -> bool:
 def exchange(
     unit: Unit, value: Any, groups: Sequence[dist.ProcessGroup] | None = None
 ) -> list[Any]:
-    """Return the values of all ranks of the unit's mesh, in the order of the mesh.
+    """Return the values of all ranks of the mesh of a unit, in the order of the mesh.
 
-    Args:
-        unit: any unit of the model.
-        value: this rank's value. It must be picklable.
-        groups: groups of the mesh, if only their ranks take part.
+    They must be picklable. With ``groups`` of the mesh, only their ranks take part.
     """
     if not has_peers(unit):
         return [value]
@@ -65,13 +62,8 @@ def together(
 ) -> Iterator[None]:
     """Raise on all ranks if the block raised on any rank: Note [one fails, all raise].
 
-    If the block raised the same error on all ranks, each rank raises that error.
-
-    Args:
-        unit: any unit of the model.
-        caller: what the user calls, for messages.
-        task: what the block does, for messages.
-        all_gather: exchanges the errors; the mesh's process groups by default.
+    If the block raised the same error on all ranks, each rank raises that error. The process groups
+    of the unit's mesh exchange the errors, unless ``all_gather`` does.
 
     Raises:
         OutOfMemory: if memory ran out on any rank.

@@ -19,11 +19,7 @@ _threads: weakref.WeakKeyDictionary[ParamGroup, threading.Thread] = weakref.Weak
 
 @contextlib.contextmanager
 def preparing(units: Iterable[ParamGroup]) -> Iterator[None]:
-    """Keep other threads from preparing these units meanwhile.
-
-    Args:
-        units: all units of the model.
-    """
+    """Keep other threads from preparing these units, all of a model, meanwhile."""
     mine = threading.current_thread()
     with _lock:
         entered = [unit for unit in units if _threads.get(unit) is not mine]

@@ -477,8 +477,7 @@ class Root(UnitTree):
     def reduce_accumulated(self, *, wait: bool) -> None:
         """Reduce the gradients that backwards without gradient sync have accumulated.
 
-        Args:
-            wait: make the current stream wait for all reductions, earlier ones, too.
+        If ``wait``, the current stream waits for all reductions, earlier ones, too.
         """
         if self.phase() == "idle" and self._has_other_parameters():
             self.rebuild()
@@ -637,12 +636,7 @@ def abandon_forward(unit: Unit) -> None:
 
 
 def running_root(model: nn.Module, caller: str) -> Root:
-    """Return the root of a model that has run forward.
-
-    Args:
-        model: a sharded module, or FSDP1's wrapper of one.
-        caller: name of the public function, for messages.
-    """
+    """Return the root of a model that has run forward, a sharded module or FSDP1's wrapper."""
     unit = unit_of(sharded_module(model)) if isinstance(model, nn.Module) else None
     if unit is None:
         raise TypeError(

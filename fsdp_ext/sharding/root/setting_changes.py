@@ -69,9 +69,7 @@ def sharded_units(modules: Iterable[object], caller: str) -> list[Unit]:
 def refuse_custom_collectives(unit: Unit, caller: str) -> None:
     """Raise MisuseError if the user's own objects communicate for ``unit``.
 
-    Args:
-        unit: the unit.
-        caller: a method that says how tensors of collectives are allocated, for the message.
+    The method ``caller`` says how tensors of collectives are allocated.
     """
     for kind in ("all gather", "reduce scatter"):
         comm = getattr(unit.settings, f"custom_{kind.replace(' ', '_')}")

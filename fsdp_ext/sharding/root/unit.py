@@ -101,15 +101,9 @@ def _is_in_use(sharded: nn.Parameter, besides: Unit) -> bool:
 
 
 class Unit(ParamGroup):
-    """The parameters of one ``fully_shard`` call.
+    """The parameters of one ``fully_shard`` call that are in no other unit, with their names.
 
-    Args:
-        modules: the modules of the call.
-        params: their parameters that are in no other unit, with names for error messages.
-        shard_dims: the sharded dimension of each parameter that is not sharded on dimension 0.
-        ranks: the ranks that share the parameters, and their replicas.
-        device: this rank's device.
-        settings: the settings that the user asked for.
+    ``shard_dims`` has the sharded dimension of those that are not sharded on dimension 0.
     """
 
     def __init__(

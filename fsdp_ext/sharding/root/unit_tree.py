@@ -93,11 +93,10 @@ class UnitTree:
     def configs(
         self, layouts: Sequence[_C.UnitLayout], meshes: Sequence[int] = ()
     ) -> list[_C.UnitConfig]:
-        """Return the C++ description of each unit.
+        """Return the C++ description of each unit, with its layout for training.
 
-        Args:
-            layouts: the units' layouts for training.
-            meshes: the number of each unit's mesh among those of the lanes; by default the root's.
+        ``meshes`` has the number of each unit's mesh among those of the lanes, by default the
+        root's.
         """
         parents = self.parents()
         return [
@@ -131,11 +130,9 @@ class UnitTree:
         return settings
 
     def resolve(self, link: Link, decision: Decision | None) -> RootSettings:
-        """Return the settings that the schedule runs with.
+        """Return the settings that the schedule runs with. ``link`` tells the default bucket size.
 
-        Args:
-            link: the link that the default bucket size is computed from.
-            decision: values for settings that users left open. None stands for the defaults.
+        ``decision`` has values for settings that users left open. None stands for the defaults.
         """
         root = self.units[0].settings
         stays = decision.choice.stays_unsharded if decision is not None else ()
@@ -167,12 +164,8 @@ class UnitTree:
         """Return the size of the largest message of gathers and of reductions; 0 for any size.
 
         That is the unit's own setting, or else the root's. Reductions have a limit in any case,
-        because a reduction's message needs one or two buffers of its size.
-
-        Args:
-            unit: the unit.
-            link: the link that the default is computed from.
-            median: the median of the units' ``reduction_bytes()``.
+        because a reduction's message needs one or two buffers of its size. ``median`` is that of
+        the units' ``reduction_bytes()``.
         """
         if unit.world_size == 1:
             return 0, 0
