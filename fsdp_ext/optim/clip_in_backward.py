@@ -8,7 +8,7 @@ norm of all gradients is not known yet. There are two ways to clip:
   the parts. The first step is not scaled, unless the caller passes a norm. If the norm is not
   finite, the next step is scaled as this one.
 - By unit: each unit's gradients are scaled by their own norm, which ranks find before they step the
-  unit (optim/unit_norms.py).
+  unit: Note [updates in backward] in ``csrc/core/reduce/unit_update.h``.
 A unit is skipped if its own norm is not finite, so all ranks skip it together. PyTorch's fused code
 skips it without a wait of the host, as it does for a GradScaler. Other code is not called.
 """
@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,10 +28,11 @@ from fsdp_ext import _C
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.norms import NormRanks, multiply, norm_dtype, norms_of, total_norm
-from fsdp_ext.optim.unit_norms import UnitNorms
+from fsdp_ext.sharding.params.entries import ShardedParam, gradient_places
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 _CALLER = "step of an attached optimizer"
+_OF_UNITS = "a backward with an attached optimizer that needs the norm of each unit"
 _BY_LAST_STEP, _BY_UNIT = "last_step", "unit"
 
 
@@ -98,7 +100,10 @@ class InBackward:
     def __init__(self, settings: Safeguards, norm_type: float) -> None:
         self.settings = settings
         self.norm: torch.Tensor | None = None  # of the last step
-        self._units = UnitNorms(norm_type)
+        self._norm_type = norm_type
+        # Weak keys: units own their parts, so a deleted model leaves nothing here.
+        self._gradients: WeakKeyDictionary[Hashable, _UnitGradients] = WeakKeyDictionary()
+        self._unit_norms: WeakKeyDictionary[Hashable, torch.Tensor] = WeakKeyDictionary()
 
     @property
     def key(self) -> Callable[[Any], Hashable] | None:
@@ -113,13 +118,23 @@ class InBackward:
         """Whether :meth:`measure` has to be called for each unit before it is stepped."""
         return self.settings.skip_nonfinite
 
+    @torch.no_grad()
     def measure(self, part: Hashable, params: frozenset[Any], unit: Unit) -> None:
-        """Find the norm of a unit, as :meth:`UnitNorms.measure`."""
-        self._units.measure(part, params, unit)
+        """Find the norm of a unit's reduced gradients. All ranks call this in the same order."""
+        assert unit.impl is not None
+        flat = unit.impl.flat_gradient()
+        found = self._gradients.get(part)
+        if found is None or found.flat is not flat:
+            found = self._gradients[part] = _UnitGradients(params, unit, flat)
+        norms = {
+            ranks: norms_of(own, self._norm_type, found.norm_dtype)
+            for ranks, own in found.by_ranks.items()
+        }
+        self._unit_norms[part] = total_norm(norms, self._norm_type, found.norm_dtype, _OF_UNITS)
 
     def nonfinite(self, part: Hashable) -> torch.Tensor | None:
         """Return 1.0 if a part of the parameters is to be skipped; None if it never is."""
-        norm = self._units.of(part) if self.settings.skip_nonfinite else None
+        norm = self._unit_norms.get(part) if self.settings.skip_nonfinite else None
         return None if norm is None else norm.isfinite().logical_not().float()
 
     def note(self, params: list[Any]) -> None:
@@ -133,10 +148,15 @@ class InBackward:
             stepped: tensors with a gradient, each with a parameter that lies in it.
         """
 
+    @torch.no_grad()
     def end_step(self) -> None:
-        """Find the norm of this step."""
-        self.norm = self._units.total()
-        self._units.reset()
+        """Find the norm of all units of this step together."""
+        norms = [*self._unit_norms.values()]
+        self._unit_norms.clear()
+        self.norm = torch.zeros(())
+        if norms:
+            together = torch.stack([norm.to(norms[0]) for norm in norms])
+            self.norm = torch.linalg.vector_norm(together, self._norm_type)
 
 
 class ClippingByUnit(InBackward):
@@ -152,7 +172,7 @@ class ClippingByUnit(InBackward):
 
     @torch.no_grad()
     def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        norm = self._units.of(part)
+        norm = self._unit_norms.get(part)
         if norm is not None:
             grads = [whole.grad for _, whole in stepped if whole.grad is not None]
             multiply(grads, self._limits.scale(norm).to)
@@ -212,7 +232,7 @@ class ClippingByLastStep(InBackward):
     @torch.no_grad()
     def end_step(self) -> None:
         """Find the norm of this step, by which the next one is clipped."""
-        self._units.reset()
+        self._unit_norms.clear()
         try:
             # Units may end in another order on another rank, but all ranks reduce in this order.
             norms = {ranks: self._norms[ranks] for ranks in self._all_ranks}
@@ -223,3 +243,31 @@ class ClippingByLastStep(InBackward):
             self._scale = torch.where(counts, self._limits.scale(self.norm), before)
         finally:
             self._begin_step()
+
+
+class _UnitGradients:
+    """The gradients of a unit's parameters in its flat gradient, by the ranks that shard them.
+
+    The flat gradient also has those that are not in ``.grad`` yet, because only other ranks had a
+    gradient. It has zeros for parameters that no rank used.
+    """
+
+    def __init__(self, params: frozenset[Any], unit: Unit, flat: torch.Tensor) -> None:
+        assert unit.impl is not None
+        self.flat = flat
+        unit.flat_readers.add(self)
+        self.norm_dtype = norm_dtype(params)
+        self.by_ranks: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
+        entries = [each if isinstance(each, ShardedParam) else None for each in unit.entries]
+        trained = [each for each in entries if each is not None and each.is_trained]
+        places = gradient_places(entries, unit.impl.layout, unit.grad_dtype)
+        for entry, place in zip(trained, places, strict=True):
+            if entry.sharded in params:
+                ranks = NormRanks.of(entry.sharded, {entry.sharded: unit}, _OF_UNITS)
+                end = place.offset + place.local_shape.numel() * place.dtype.itemsize
+                self.by_ranks[ranks].append(flat[place.offset : end].view(place.dtype))
+
+    def free(self) -> None:
+        """Let go of the flat gradient, which the unit has left."""
+        self.flat = torch.empty(0)
+        self.by_ranks.clear()

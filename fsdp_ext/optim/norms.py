@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext.comm.transports import device_of
-from fsdp_ext.optim.collectives import explaining_errors
 from fsdp_ext.sharding.params.dtensors import sharded_dims
 from fsdp_ext.sharding.params.flat_parameter import is_flat
 from fsdp_ext.sharding.root.unit import Unit
@@ -108,6 +108,26 @@ def _all_reduce(value: torch.Tensor, op: Any, ranks: NormRanks, caller: str) -> 
     for group in ranks.groups:
         with explaining_errors(f"reduce the norm in {caller}", group):
             dist.all_reduce(value, op, group)
+
+
+@contextlib.contextmanager
+def explaining_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Let a collective of a step that fails say what the ranks have to do.
+
+    Only the host sees such errors. Over NCCL, torch's watchdog ends the process.
+
+    Args:
+        what: what the rank could not do.
+        group: the ranks of the collective.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not {what}. All of the ranks "
+            f"{dist.get_process_group_ranks(group)} have to do this in the same step, for the same "
+            f"parameters. The backend says: {error}"
+        ) from error
 
 
 def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_ext.optim.collectives import explaining_errors
+from fsdp_ext.optim.norms import explaining_errors
 
 # A round ends once its owners have received at least this many elements each, on average. In
 # smaller rounds, latency would dominate.
