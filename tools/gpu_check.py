@@ -201,14 +201,6 @@ def more_part() -> list[Step]:
         bench("overlap", 60, "--quick", not_emulated=LARGE),
         bench("step", 100, "--compile", name="compiled step"),
         Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
-        Step(
-            "module loading",
-            [sys.executable, "tools/gpu_loading.py"],
-            45,
-            {},
-            json=True,
-            takes_spare=True,
-        ),
         two_ranks(),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.
         bench("collectives", 60, "--quick", shares=True, needs=TRIAL),
