@@ -31,7 +31,6 @@ and each step with the wire is compared with the two steps around it:
   at most   = the most that the schedule could hide (planner.schedule.predict) if only the wire
               took time; the first gather and the last reduction are exposed. In the sweep "ahead",
               steps end with a gap, as of a loader, and prefetch_next_forward() may hide the gather
-  by ratio  = the same from the ratio alone; a third of compute and wire is in forward
   on one link at most = min(1, compute / wire), if all collectives shared one link
   of ideal  = hidden / at most
   slowdown  = compute beside the wire / compute without it, both without waits
@@ -226,7 +225,7 @@ def show_sweep(name: str, rows: list[Row]) -> None:
     print(f"{name}: {first['layers']} layers of {first['dim']}, {ranks} simulated ranks; {LINKS}")
     header = [name, "wires", "compute / simulated wire", "compute ms", "simulated wire ms"]
     header += ["simulated step ms", "simulated exposed ms (by ledger)", "simulated hidden"]
-    header += ["quartiles (by ledger)", "at most (by ratio)", "on one link at most", "of ideal"]
+    header += ["quartiles (by ledger)", "at most", "on one link at most", "of ideal"]
     header += ["simulated slowdown", "because, or error"]
     print_table(header, [cells(name, row) for row in rows], words_last=True)
 
@@ -279,7 +278,7 @@ def cells(name: str, row: Row) -> list[str]:
         exposed,
         f"{row['simulated_hidden']:.1%}",
         quartiles,
-        f"{row['simulated_hidden_at_most']:.1%} ({row['simulated_hidden_by_hand']:.1%})",
+        f"{row['simulated_hidden_at_most']:.1%}",
         f"{row['simulated_hidden_at_most_on_one_link']:.1%}",
         "" if of_ideal is None else f"{of_ideal:.1%}",
         f"{row['ledger_simulated_slowdown']:.2f}" if ledger else "",

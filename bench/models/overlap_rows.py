@@ -129,7 +129,6 @@ def measured(case: Case, link: Link, system: Opened, repeats: int) -> Row:
         "simulated_hidden_high": hidden.high,
         "simulated_hidden_at_most": at_most,
         "simulated_hidden_at_most_on_one_link": min(1.0, compute / wire),
-        "simulated_hidden_by_hand": hidden_by_hand(case, system, compute / wire),
         "simulated_of_ideal": hidden.median / at_most if at_most > 0 else None,
         **(ledger_of(*ledgers, wire) if ledgers else {}),
     }
@@ -168,23 +167,6 @@ def ideal(case: Case, link: Link, buckets: Sequence[int], compute: float) -> Pre
         for number, nbytes in enumerate(buckets)
     ]
     return predict(None, stages, link, depth=case.prefetch, contention=0.0)
-
-
-def hidden_by_hand(case: Case, system: Opened, ratio: float) -> float:
-    """Return nearly the same as `ideal`, from the ratio of compute to wire alone.
-
-    A third of the compute is in forward. A third of the n collectives each are gathers of forward,
-    gathers of backward, and reductions. Let the wire take 1 and compute `ratio`. With two wires,
-    forward exposes (1 - ratio) / 3, and backward (1 - 2 ratio) / 3, since both wires are busy at
-    the same time. With one wire the step exposes 1 - ratio. The first gather and the last
-    reduction, 1 / n each, are exposed, but a gather ahead of forward is not.
-    """
-    end = 1 / len(system.sent)
-    if case.prefetch == 0:  # each gather is exposed, and the last reduction
-        return 1 / 3 - end
-    if system.wires == 1:
-        return min(1.0, ratio) - 2 * end
-    return 1 - (max(0.0, 1 - ratio) + max(0.0, 1 - 2 * ratio)) / 3 - (1 if case.ahead else 2) * end
 
 
 # - The ledger
