@@ -384,7 +384,7 @@ def timed(
         without_save: how long what follows an async_save takes without it.
         has_backward: a forward and a backward come before the step.
     """
-    before = memory("VmRSS")
+    before = ranks.memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     training.finish()
     start = time.perf_counter()
@@ -399,17 +399,9 @@ def timed(
         blocked -= without_save
         saving.wait()
     total = time.perf_counter() - start
-    figures = torch.tensor([blocked, total, memory("VmHWM") - before], dtype=torch.float64)
+    figures = torch.tensor([blocked, total, ranks.memory("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX, group=training.group)
     return tuple(figures.tolist())
-
-
-def memory(name: str) -> int:
-    """Return a figure of this process's memory in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise LookupError(name)
 
 
 def drop_from_cache(directory: Path) -> None:

@@ -35,13 +35,14 @@ from bench.models.training import (
     LARGE,
     MEDIUM,
     SMALL,
+    STEPS_IN_ROUND,
     WARMUP,
     Block,
     GPTConfig,
     Sharded,
     Training,
+    run_in_turns,
 )
-from bench.step import STEPS_IN_ROUND, run_in_turns
 
 RANKS = 2
 EVERY = 100  # the interval that the aim is for

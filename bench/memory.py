@@ -59,15 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # - One rank of one system
 
 
-def on_host(field: str) -> int:
-    """Return a field of /proc/self/status, such as VmRSS, in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024  # "kB" means KiB there (proc(5))
-    return 0
-
-
 def forget_peak(device: torch.device) -> bool:
     """Reset the peak; return whether that is possible here."""
     if device.type == "cuda":
@@ -93,7 +84,7 @@ class Gauge:
     def in_use(self) -> int:
         """Return the bytes in use on the host by this process, or on the GPU by all processes."""
         if self.device.type != "cuda":
-            return on_host("VmRSS")
+            return ranks.memory("VmRSS")
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -115,8 +106,8 @@ class Gauge:
             "growth_bytes": self.after_steps[-1] - settled,
         }
         if self.device.type != "cuda":
-            shared = on_host("RssShmem")
-            return found | {"peak_bytes": on_host("VmHWM") - self.before, "shared_bytes": shared}
+            peak, shared = ranks.memory("VmHWM"), ranks.memory("RssShmem")
+            return found | {"peak_bytes": peak - self.before, "shared_bytes": shared}
         stats = torch.cuda.memory_stats()
         mallocs = self.cuda_mallocs
         return found | {

@@ -51,20 +51,22 @@ from bench.models.training import (
     LARGE,
     MEDIUM,
     SMALL,
+    STEPS_IN_ROUND,
     SYSTEMS,
     WARMUP,
     Build,
     GPTConfig,
     Training,
     compiled_systems,
+    count_graphs,
     offloaded_systems,
+    run_in_turns,
     systems_for,
 )
 
 RANKS = 1
 RANKS_OF_ALL = (1, 2)
 STEPS_THAT_COMPILE = 2  # graphs after these are recompilations
-STEPS_IN_ROUND = 8  # steps of each system; rows are kept after each round
 Results = dict[str, list[dict[str, Any]]]  # of each system, one result a round
 
 
@@ -164,50 +166,6 @@ class Case:
                 }
             )
         return rows
-
-
-def run_in_turns(
-    trainings: dict[str, Training], steps: int, order: random.Random
-) -> dict[str, dict[str, Any]]:
-    """Time systems step by step, in turns; return what each step took, by system.
-
-    Args:
-        trainings: the systems, the same on all ranks.
-        steps: how many steps each system takes.
-        order: draws the order of the turns. It needs the same seed on all ranks, because a step is
-            a collective.
-    """
-    taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
-    graphs = dict.fromkeys(trainings, 0)
-    for _ in range(steps):
-        # The order is random: a system finds the caches and threads of the previous one.
-        for name in order.sample(list(trainings), len(trainings)):
-            before = count_graphs()
-            taken[name].append(trainings[name].timed_step())
-            graphs[name] += count_graphs() - before
-    results = {}
-    for name, training in trainings.items():
-        seconds = torch.tensor([(whole, host) for whole, host, _ in taken[name]]).double()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        results[name] = {
-            "seconds": seconds[:, 0].tolist(),
-            "host_seconds": seconds[:, 1].tolist(),
-            "loss": taken[name][-1][2].item(),
-            "graphs": graphs[name],
-            "parameters": training.parameters,
-            "settings": training.sharded.settings,
-            "peak_bytes": None,
-            "device_bytes": None,
-        }
-    return results
-
-
-def count_graphs() -> int:
-    """Return how many graphs Dynamo has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def transport_of(training: Training) -> str:

@@ -294,3 +294,11 @@ def bind_to_core() -> None:
         place, count = rank(), world_size()
     if count <= len(cores):
         os.sched_setaffinity(0, {cores[place]})
+
+
+def memory(name: str) -> int:
+    """Return a field of /proc/self/status, such as VmRSS, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10  # "kB" means KiB there (proc(5))
+    raise LookupError(name)

@@ -8,6 +8,7 @@ AdamW, but for the one that has fsdp_ext.optim's.
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ LARGE = GPTConfig(vocabulary=50304, context=2048, dim=1792, layers=22, heads=14)
 MEDIUM = GPTConfig(vocabulary=2048, context=64, dim=512, layers=6, heads=8)
 SMALL = GPTConfig(vocabulary=256, context=64, dim=128, layers=4, heads=4)
 WARMUP = 3
+STEPS_IN_ROUND = 8  # steps of each system; rows are kept after each round
 LEARNING_RATE = 1e-4
 KEPT = ", kept gathered"
 GLOO = "ours over gloo"
@@ -346,3 +348,47 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start, issued - start, loss
+
+
+def run_in_turns(
+    trainings: dict[str, Training], steps: int, order: random.Random
+) -> dict[str, dict[str, Any]]:
+    """Time systems step by step, in turns; return what each step took, by system.
+
+    Args:
+        trainings: the systems, the same on all ranks.
+        steps: how many steps each system takes.
+        order: draws the order of the turns. It needs the same seed on all ranks, because a step is
+            a collective.
+    """
+    taken: dict[str, list[tuple[float, float, torch.Tensor]]] = {name: [] for name in trainings}
+    graphs = dict.fromkeys(trainings, 0)
+    for _ in range(steps):
+        # The order is random: a system finds the caches and threads of the previous one.
+        for name in order.sample(list(trainings), len(trainings)):
+            before = count_graphs()
+            taken[name].append(trainings[name].timed_step())
+            graphs[name] += count_graphs() - before
+    results = {}
+    for name, training in trainings.items():
+        seconds = torch.tensor([(whole, host) for whole, host, _ in taken[name]]).double()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        results[name] = {
+            "seconds": seconds[:, 0].tolist(),
+            "host_seconds": seconds[:, 1].tolist(),
+            "loss": taken[name][-1][2].item(),
+            "graphs": graphs[name],
+            "parameters": training.parameters,
+            "settings": training.sharded.settings,
+            "peak_bytes": None,
+            "device_bytes": None,
+        }
+    return results
+
+
+def count_graphs() -> int:
+    """Return how many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

@@ -30,14 +30,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import __main__ as bench
-from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, step, tune
+from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, tune
 from bench.harness import ranks, runner
 from bench.harness.options import UsageError, count_of_ranks, parser_of
 from bench.harness.timing import INDISTINCT, Timing
 from bench.models import overlap_hosts
 from bench.models.overlap_rows import exposed_at_least
 from bench.models.overlap_systems import OURS, Case, Opened, Shape
-from bench.models.training import OF_ONE_RANK, SMALL
+from bench.models.training import OF_ONE_RANK, SMALL, run_in_turns
 from fsdp_ext import _C, Link
 from fsdp_ext.checkpoint.snapshot import Snapshot
 
@@ -298,7 +298,7 @@ def test_systems_take_turns_in_an_order_that_changes_and_that_ranks_share() -> N
             )
 
         systems = {name: system(name) for name in "abcd"}
-        results = step.run_in_turns(systems, 6, random.Random(seed))
+        results = run_in_turns(systems, 6, random.Random(seed))
         assert all(result["seconds"] == [2.0] * 6 for result in results.values())
         return turns
 
