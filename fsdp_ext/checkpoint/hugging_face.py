@@ -37,7 +37,7 @@ from fsdp_ext.checkpoint.gathering import (
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
-from fsdp_ext.checkpoint.weights import Weight, modules_of, weights_by_unit
+from fsdp_ext.checkpoint.weights import Weight, places_in, weights_by_unit
 from fsdp_ext.comm.rendezvous import machine
 
 SINGLE = "model.safetensors"
@@ -194,7 +194,7 @@ def _stored(model: nn.Module, weights: list[Weight]) -> dict[str, Weight]:
     declared: list[str] = []
     ignored: set[str] = set()
     is_declaring = False
-    for prefix, module in modules_of(model):
+    for module, _, prefix, _ in places_in(model):
         is_declaring |= hasattr(module, "_tied_weights_keys")
         declared += [prefix + name for name in getattr(module, "_tied_weights_keys", None) or ()]
         ignored |= {
@@ -369,7 +369,7 @@ def _index(files: dict[str, Layout]) -> str:
 
 def _write_config(model: nn.Module, directory: Path, parts: Layout) -> None:
     """Write the configuration of a model of transformers, with its class and its dtype."""
-    inner = [module for prefix, module in modules_of(model) if not prefix]
+    inner = [place.module for place in places_in(model) if not place.prefix]
     with_config = [m for m in inner if hasattr(getattr(m, "config", None), "save_pretrained")]
     if not with_config:
         return

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
 from fsdp_ext._util.names import without_fsdp1
-from fsdp_ext.checkpoint.weights import is_wrapped, modules_of, names_of, refuse_summoned
+from fsdp_ext.checkpoint.weights import is_wrapped, names_of, places_in, refuse_summoned
 from fsdp_ext.fsdp1.state_dict_forms import shared_memory
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 
@@ -61,7 +61,7 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
 def _further_prefixes(model: nn.Module) -> Iterator[str]:
     """Yield the prefixes of modules that have come before under another prefix."""
     seen: set[nn.Module] = set()
-    for prefix, module in modules_of(model):
+    for module, _, prefix, _ in places_in(model):
         if module in seen and prefix:
             yield prefix
         seen.add(module)

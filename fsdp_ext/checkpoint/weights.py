@@ -46,18 +46,9 @@ class Weight:
         return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
 
 
-def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules in the order of a state dict, with the prefix of their names in it.
-
-    A module that is used in several places comes once for each of them.
-    """
-    for place in _places_in(model):
-        yield place.prefix, place.module
-
-
 def versions_of(model: nn.Module) -> dict[str, int]:
     """Return the versions that modules give their state dicts, by prefix."""
-    versions = {prefix: module._version for prefix, module in modules_of(model)}
+    versions = {place.prefix: place.module._version for place in places_in(model)}
     return {prefix: version for prefix, version in versions.items() if type(version) is int}
 
 
@@ -71,7 +62,7 @@ def metadata_of(model: nn.Module, versions: Mapping[str, int]) -> dict[str, dict
     """
     return {
         place.path[:-1]: {"version": versions.get(place.prefix, place.module._version)}
-        for place in _places_in(model)
+        for place in places_in(model)
     }
 
 
@@ -135,7 +126,7 @@ def _groups(model: nn.Module) -> list[list[Weight]]:
     with contextlib.ExitStack() as shown:
         for unit in units_below(model):
             shown.enter_context(own_parameters_shown(unit))
-        places = list(_places_in(model))
+        places = list(places_in(model))
         saved = [(place, *each) for place in places for each in _saved_by(place.module)]
     cast = {
         place.prefix + name: dtype
@@ -154,7 +145,7 @@ def _groups(model: nn.Module) -> list[list[Weight]]:
     return list(groups.values())
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a model has a module.
 
     Attributes:
@@ -170,11 +161,15 @@ class _Place(NamedTuple):
     path: str = ""
 
 
-def _places_in(model: nn.Module) -> Iterator[_Place]:
-    return _walk(_Place(model, model))
+def places_in(model: nn.Module) -> Iterator[Place]:
+    """Yield the places of all modules in the order of a state dict.
+
+    A module that is used in several places comes once for each of them.
+    """
+    return _walk(Place(model, model))
 
 
-def _walk(place: _Place) -> Iterator[_Place]:
+def _walk(place: Place) -> Iterator[Place]:
     module = place.module
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         place = place._replace(owner=module)
@@ -183,7 +178,7 @@ def _walk(place: _Place) -> Iterator[_Place]:
         if child is not None:
             wraps = name in WRAPPED or isinstance(module, DistributedDataParallel)
             prefix = place.prefix if wraps else f"{place.prefix}{name}."
-            yield from _walk(_Place(child, place.owner, prefix, f"{place.path}{name}."))
+            yield from _walk(Place(child, place.owner, prefix, f"{place.path}{name}."))
 
 
 def _saved_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
