@@ -53,7 +53,8 @@ def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
             files = {}
             for kind, content in contents.items():
                 path = folder / f"{kind}-00000.safetensors"
-                with Writer(path, whole_parts(content.tensors), content.tree) as writer:
+                writer = Writer(path, whole_parts(content.tensors), content.tree)
+                with contextlib.closing(writer):
                     files[kind] = writer.write(one_by_one(content.tensors))
                     writer.flush()
             write_index(folder, [files], {})

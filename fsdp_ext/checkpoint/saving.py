@@ -185,7 +185,7 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, share_work: bool) 
             boxes = without_others(kind.boxes) if share_work and name != "extra" else kind.boxes
             path = folder / f"{name}-{rank:05}.safetensors"
             writer = Writer(path, {key: box.part for key, box in boxes.items()}, kind.tree)
-            writers.append(opened.enter_context(writer))
+            writers.append(opened.enter_context(contextlib.closing(writer)))
             files[name] = writer.write((key, box.tensor) for key, box in boxes.items())
             if name != "extra":
                 elements += sum(box.tensor.numel() for box in boxes.values())

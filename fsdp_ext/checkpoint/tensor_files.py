@@ -148,11 +148,11 @@ def _blocks(nbytes: int) -> Iterator[slice]:
 
 
 class Writer:
-    """Writes a new file of a checkpoint, tensor by tensor.
+    """Writes a new file of a checkpoint.
 
     Args:
         path: the file, which must not exist.
-        parts: the tensors, by name, in the order in which they will be added.
+        parts: the tensors, by name, in their order in the file.
         tree: more for the metadata, as JSON.
 
     Raises:
@@ -165,7 +165,6 @@ class Writer:
         self._parts = parts
         self._tree = tree
         self._checksums = {name: "0" * _digits(part.nbytes) for name, part in parts.items()}
-        self._names = iter(parts)
         self._position = len(self._header())
         # What is about to be written: pieces of memory, and the tensors that own it.
         self._pending: list[Bytes] = []
@@ -174,38 +173,26 @@ class Writer:
         with naming(path):
             self._file = disk.create(path)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor. Tensors side by side in memory should be neighbours in the file.
-
-        The tensor must not change until the file is finished.
-        """
-        part = self._parts[name]
-        if next(self._names) != name or (tensor.dtype, tuple(tensor.shape)) != (
-            part.dtype,
-            part.shape,
-        ):
-            raise AssertionError(f"'{name}' is not the next tensor of the file")
-        checksums = []
-        for host in on_host(tensor, part.dtype):
-            memory = memory_of(host)
-            self._owners.append(host)
-            for block in _blocks(len(memory)):
-                checksums.append(checksum(memory[block]))
-                self._put(memory[block])
-        self._checksums[name] = "".join(checksums)
-
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int, str]:
-        """Add all tensors, and finish the file as :meth:`finish` does."""
-        for name, tensor in tensors:
-            self.add(name, tensor)
-        return self.finish()
+        """Write the tensors and the header. Tensors must not change until the file is finished.
 
-    def finish(self) -> tuple[str, int, str]:
-        """Write what remains, and the header.
+        Tensors side by side in memory should be neighbours in the file.
+
+        Args:
+            tensors: all of them, in the order of ``parts``.
 
         Returns:
             the file's name and size, and the checksum of its header.
         """
+        for name, tensor in tensors:
+            checksums = []
+            for host in on_host(tensor, self._parts[name].dtype):
+                memory = memory_of(host)
+                self._owners.append(host)
+                for block in _blocks(len(memory)):
+                    checksums.append(checksum(memory[block]))
+                    self._put(memory[block])
+            self._checksums[name] = "".join(checksums)
         self._write_pending()
         header = self._header()
         with naming(self._path):
@@ -219,12 +206,6 @@ class Writer:
 
     def close(self) -> None:
         os.close(self._file)
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _put(self, memory: Bytes) -> None:
         self._pending.append(memory)

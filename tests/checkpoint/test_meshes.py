@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -288,9 +289,8 @@ def test_any_box_is_read_from_any_parts(
         tensor = whole[tuple(slice(*each) for each in box)].contiguous()
         part = Part(dtype, tuple(tensor.shape), tuple(shape), tuple(begin for begin, _ in box))
         path = place / str(number)
-        with Writer(path, {"x": part}) as writer:
-            writer.add("x", tensor)
-            writer.finish()
+        with contextlib.closing(Writer(path, {"x": part})) as writer:
+            writer.write([("x", tensor)])
         file = TensorFile(path)
         parts.append((file, file.parts["x"]))
     wanted = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
