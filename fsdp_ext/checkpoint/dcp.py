@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.checkpoint.offline import write_checkpoint
+from fsdp_ext.checkpoint.offline import Unread, stored, write_checkpoint
 from fsdp_ext.checkpoint.reading import Checkpoint, decoded
 from fsdp_ext.checkpoint.snapshot import (
     Content,
@@ -38,7 +38,6 @@ from fsdp_ext.checkpoint.state_dicts import named_group
 from fsdp_ext.checkpoint.tensor_files import digest
 from fsdp_ext.checkpoint.transfers import new_tensor
 from fsdp_ext.checkpoint.trees import encode
-from fsdp_ext.checkpoint.unread import Unread, stored
 
 # The entry in which to_dcp repeats, as JSON, everything except tensors. DCP itself turns the keys
 # of dicts into strings, and loses empty dicts and the classes of dicts. The digest in the entry

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import starmap
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
@@ -13,11 +17,11 @@ from fsdp_ext.checkpoint.gathering import Piece
 from fsdp_ext.checkpoint.hugging_face import write_files
 from fsdp_ext.checkpoint.pretrained import open_files
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.reading import Checkpoint
+from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, shape_of
 from fsdp_ext.checkpoint.saving import write_index
 from fsdp_ext.checkpoint.snapshot import Content, content_of_weights
-from fsdp_ext.checkpoint.tensor_files import Writer
-from fsdp_ext.checkpoint.unread import one_by_one, stored, whole_parts
+from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
+from fsdp_ext.checkpoint.transfers import new_tensor
 
 
 def export_files(source: Path, directory: Path, max_shard_size: int | str) -> None:
@@ -63,3 +67,55 @@ def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
             with contextlib.suppress(OSError):
                 disk.remove_directory(folder)
             raise
+
+
+# - Whole tensors that are stored but not yet read
+
+
+class Unread(torch.Tensor):
+    """A tensor that is still in a file: a tensor of its shape and dtype on the meta device.
+
+    Attributes:
+        read: reads the tensor.
+    """
+
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> Unread:
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        tensor.read = read
+        return tensor
+
+    def numpy(self, **_: Any) -> Any:
+        return self.read().numpy()
+
+
+def stored(parts: Parts) -> dict[str, Unread]:
+    """Return the whole tensors of some files, which are still to be read."""
+    return {
+        name: Unread.of(shape_of(of_one), of_one[0][1].dtype, partial(_read, name, of_one))
+        for name, of_one in parts.items()
+    }
+
+
+def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
+    tensor = new_tensor(shape_of(parts), parts[0][1].dtype)
+    with Reader() as reader:
+        reader.add(name, parts, (0,) * tensor.dim(), tensor)
+    return tensor
+
+
+def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """Return the part of each tensor in a file that has whole tensors."""
+    return {name: Part.whole_of(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+
+
+def one_by_one(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the tensors one after the other."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
+
+    for name, tensor in tqdm(tensors.items(), unit="tensor", disable=not tensors):
+        yield name, tensor.read() if isinstance(tensor, Unread) else tensor
