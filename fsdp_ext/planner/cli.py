@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import pkgutil
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,30 +163,21 @@ def _tensor(text: str) -> Tensor:
 
 
 def _model(text: str) -> nn.Module:
-    name, _, attribute = text.partition(":")
-    if not name or not attribute:
+    if not all(text.partition(":")):
         raise ValueError(
             f"{text!r} is not of the form MODULE:FACTORY, such as my_model:make. FACTORY is a "
             "function without arguments that returns the model."
         )
     try:
-        factory: Any = importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"cannot import {name} ({error}). Run the command in its folder, or add that folder to "
-            "PYTHONPATH."
-        ) from error
+        factory = pkgutil.resolve_name(text)
     except Exception as error:
         raise ValueError(
-            f"cannot import {name}, which raised {type(error).__name__} ({error}). Pass the name "
-            "of a module as in an import, such as my_model:make, and check that it can be imported."
+            f"cannot import {text}: {type(error).__name__} ({error}). Name a module as in an "
+            "import and a function in it, such as my_model:make. Run the command in its folder, "
+            "or add that folder to PYTHONPATH."
         ) from error
-    for part in attribute.split("."):
-        factory = getattr(factory, part, None)
     if not callable(factory):
-        raise ValueError(
-            f"{name} has no function '{attribute}'. Name the one that makes the model."
-        )
+        raise ValueError(f"{text} is not a function. Name the one that makes the model.")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nothing is trained here
