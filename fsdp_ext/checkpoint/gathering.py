@@ -35,17 +35,11 @@ _STEP = 16 << 20  # bytes of each file that travel at once, unless one tensor is
 
 
 class Piece(NamedTuple):
-    """Some elements of a tensor that follow one another.
-
-    Attributes:
-        name: the tensor's.
-        first: the number of the first element.
-        tensor: the elements.
-    """
+    """Some elements of a tensor that follow one another."""
 
     name: str
-    first: int
-    tensor: torch.Tensor
+    first: int  # the number of the first element
+    tensor: torch.Tensor  # the elements
 
 
 def own_pieces(

@@ -123,7 +123,6 @@ def write_files(
             Its arguments are the names in each file, and whether all ranks may write each file.
             If not, rank r writes the files r, r + size, and so on.
         max_shard_size: as in :func:`export`.
-        ranks: the ranks that write.
         write_more: writes what else belongs there into another directory, on rank 0.
         may_share: whether all ranks may write each file, as far as this rank knows. They do if they
             see the same directory on one machine, too.
@@ -257,10 +256,6 @@ class _Export:
     """Files that ranks write in pieces. An error waits for the end.
 
     Other ranks need this one in their gathers, so it goes on without writing.
-
-    Args:
-        directory: where to.
-        files: the tensors of each file.
     """
 
     def __init__(self, directory: Path, files: dict[str, Layout]) -> None:

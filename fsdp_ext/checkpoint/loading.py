@@ -115,11 +115,7 @@ def _plan_tree(
     reader: Reader,
     path: Path,
 ) -> Any:
-    """Plan to read an encoded value with its tensors.
-
-    Args:
-        like: returns a tensor with the placements that the tensor of a name should have.
-    """
+    """Plan to read an encoded value and its tensors, which get the placements of ``like(name)``."""
     tensors = {}
     for name in tensors_in(tree):
         if name not in parts:
@@ -136,9 +132,7 @@ def plan_weights(
 
     Args:
         stored: the weights in the files.
-        model: the model.
         wanted: the result of :func:`state_dicts.weights_of`.
-        reader: the reader that gets the jobs.
         strict: whether files and model must have the same names.
 
     Returns:

@@ -25,16 +25,13 @@ FORMAT = 1  # of a checkpoint; another one if older versions cannot read it
 
 
 def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: int | None) -> Path:
-    """Write a checkpoint together with the other ranks.
+    """Write a checkpoint together with the other ranks; return its path.
 
     Args:
         snapshot: what this rank saves, or why it cannot.
         directory: the directory of the job's checkpoints.
         ranks: the ranks.
         keep: how many checkpoints to keep; None for all.
-
-    Returns:
-        the new checkpoint.
     """
     if isinstance(snapshot, Exception):
         ranks.agree("checkpoint.save", snapshot, len)
@@ -95,12 +92,8 @@ def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]
     """Count the elements in all ranks' files. A part that several ranks wrote counts once.
 
     Tensor parallelism leaves some parameters whole. All of its ranks then write the same part,
-    because the parameter's mesh has only the data-parallel ranks.
-
-    Args:
-        folder: the new checkpoint.
-        files: each rank's.
-        whole: the names of tensors that are not sharded, whose values may differ between ranks.
+    because the parameter's mesh has only the data-parallel ranks. ``whole`` are names of tensors
+    that are not sharded, whose values may differ between ranks.
     """
     known: dict[tuple[str, str], dict[Any, tuple[Part, int]]] = {}
     for rank, of_rank in enumerate(files):
@@ -162,11 +155,7 @@ def _check_states(states: Sequence[dict[str, str]]) -> None:
 def _write_files(snapshot: Snapshot, folder: Path, rank: int, share_work: bool) -> dict[str, Any]:
     """Write a rank's files.
 
-    Args:
-        snapshot: what the rank saves.
-        folder: the new checkpoint.
-        rank: the rank.
-        share_work: whether ranks have equal tensors that are not sharded, so that one writes each.
+    With ``share_work``, ranks have equal tensors that are not sharded, and one writes each.
 
     Returns:
         ``files``: the name, size and checksum of each, by kind; ``elements``: how many of the model
@@ -195,13 +184,7 @@ def _write_files(snapshot: Snapshot, folder: Path, rank: int, share_work: bool) 
 
 
 def write_index(folder: Path, files: list[dict[str, Any]], mesh: dict[str, int]) -> None:
-    """Write the index of a checkpoint.
-
-    Args:
-        folder: the directory where the checkpoint is written.
-        files: the name, size and checksum of each file, by kind, of each rank.
-        mesh: as in :class:`Snapshot`.
-    """
+    """Write the index of a checkpoint, with the name, size and checksum of each rank's files."""
     content = {
         "format": FORMAT,
         "fsdp_ext": _build_info.VERSION,

@@ -28,8 +28,7 @@ class Content:
     """What all ranks write into one kind of file.
 
     Attributes:
-        tensors: the tensors, by name.
-        tree: everything else, as JSON.
+        tree: everything but tensors, as JSON.
         stepped: the names of the tensors that nothing but an optimizer's step changes.
     """
 
@@ -115,12 +114,7 @@ def content_of_extra(extra: Any) -> Content:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a rank writes into one file.
-
-    Attributes:
-        boxes: the tensors, by name.
-        tree: everything else, as JSON.
-    """
+    """What a rank writes into one file: tensors by name, and everything else as JSON."""
 
     boxes: dict[str, Box]
     tree: Any

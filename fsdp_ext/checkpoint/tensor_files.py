@@ -80,8 +80,6 @@ class Part:
     """A tensor in a file: the whole one, or a box of it.
 
     Attributes:
-        dtype: its dtype.
-        shape: the shape of the part.
         whole: the shape of the whole tensor.
         offset: where the part begins in the whole tensor, in each dimension.
         begin: where its bytes begin, from the beginning of the file.
@@ -275,12 +273,10 @@ class TensorFile:
     """A file of safetensors. Its data can be read inside ``with file:``, by several threads.
 
     Args:
-        path: the file.
         size: its expected size in bytes; None if unknown.
         header_checksum: the expected checksum of its header; None if unknown.
 
     Attributes:
-        path: the file.
         parts: its tensors, by name.
         tree: what else its writer put into the metadata.
 
@@ -319,13 +315,7 @@ class TensorFile:
                 os.close(self._file)
 
     def read(self, name: str, begin: int, into: Bytes) -> None:
-        """Read some bytes of a tensor and check the blocks in which they lie.
-
-        Args:
-            name: the tensor.
-            begin: the first byte, from the beginning of the tensor.
-            into: the memory for them.
-        """
+        """Read bytes of a tensor from its byte ``begin``, and check the blocks they lie in."""
         part = self.parts[name]
         end = begin + len(into)
         if part.checksums is None:

@@ -24,13 +24,7 @@ _KINDS = (
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value as JSON.
-
-    Args:
-        value: the value.
-        path: its name, for messages and as the beginning of its tensors' names.
-        tensors: gets the tensors in the value, by name.
-    """
+    """Return a value as JSON; ``tensors`` gets its tensors, whose names begin with ``path``."""
 
     def inner(key: object, item: Any) -> Any:
         return encode(item, f"{path}/{key}", tensors)

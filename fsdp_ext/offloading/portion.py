@@ -20,15 +20,10 @@ _ALIGNMENT = 64  # bytes, of each state in the memory of a portion
 
 @dataclass
 class Portion:
-    """Parameters that are stepped together, and where their states are.
+    """Parameters that are stepped together, and where their states are."""
 
-    Args:
-        by_group: the parameters, for each group of the optimizer.
-        is_sharded: whether their states are offloaded.
-    """
-
-    by_group: list[list[nn.Parameter]]
-    is_sharded: bool
+    by_group: list[list[nn.Parameter]]  # for each group of the optimizer
+    is_sharded: bool  # whether their states are offloaded
     on_host: list[torch.Tensor] = field(default_factory=list)
     on_device: list[torch.Tensor] = field(default_factory=list)
     host: torch.Tensor = _NOTHING  # the memory of them all

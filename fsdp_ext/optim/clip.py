@@ -125,11 +125,7 @@ def clip(
 ) -> torch.Tensor:
     """Scale the gradients of ``params`` down. See :func:`clip_grad_norm_`.
 
-    Args:
-        params: the parameters.
-        limits: the limits.
-        maximum_over: the ranks over which the maximum of gradients that are not sharded is taken.
-        error_if_nonfinite: whether to raise if the norm is NaN or Inf.
+    The maximum of gradients that are not sharded is taken over ``maximum_over``.
     """
     found = _gradients_of(params)
     if any(unit.settings.update is not None for unit in found.units):
@@ -166,11 +162,7 @@ def _with_whole_over(
 
 
 class _Gradients:
-    """The gradients of some parameters, in runs where possible.
-
-    Args:
-        params: the parameters; the same on all ranks.
-    """
+    """The gradients of parameters, which are the same on all ranks, in runs where possible."""
 
     def __init__(self, params: list[Any]) -> None:
         self._given = params

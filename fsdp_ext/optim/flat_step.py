@@ -366,12 +366,7 @@ class _Part:
     def find_groups(
         self, states: dict[Any, Any], key: Callable[[Any], Hashable] | None
     ) -> list[_Group]:
-        """Return the runs of each group of parameters.
-
-        Args:
-            states: the optimizer's.
-            key: maps a parameter to a value. All parameters of a run have equal values.
-        """
+        """Return the runs of each group. All parameters of a run have equal values of ``key``."""
         before: list[_Group | None] = [*self.groups]
         before += [None] * (len(self.params) - len(before))
         # Looking up each parameter would call the hash function of tensors, which is Python's.
@@ -429,10 +424,7 @@ class _Group:
     ) -> bool:
         """Return whether parameters, gradients and states are those of the last step.
 
-        Args:
-            params: the group's.
-            states: the optimizer's; None if each parameter has the same dict as then.
-            key: as for :meth:`_Part.find_groups`.
+        ``states`` is None if each parameter has the same dict as then.
         """
         return key == self._key and self.runs.are_of(params) and self._has_only(states)
 

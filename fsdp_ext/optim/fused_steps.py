@@ -63,9 +63,7 @@ class FusedSteps(Optimizer):
     def _fused_now(self, group: dict[str, Any], *, fits: bool) -> bool | None:
         """Return a group's ``fused`` for one step.
 
-        Args:
-            group: the group.
-            fits: whether PyTorch's fused code can step its tensors.
+        ``fits`` says whether PyTorch's fused code can step its tensors.
         """
         if not asks_for_fused(group):
             fused: bool | None = group["fused"]

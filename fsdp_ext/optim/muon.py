@@ -147,14 +147,9 @@ class _Matrices:
         return _C.same_objects(params, self._params)
 
     def apply(self, function: _Function, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Apply a function of whole matrices, which may overwrite them.
+        """Apply a function to the whole matrices of these shards; return the shards of its results.
 
-        Args:
-            function: the function.
-            shards: this rank's part of each matrix.
-
-        Returns:
-            This rank's part of each result.
+        The function may overwrite the matrices.
         """
         results = list(shards)
         for numbers, owned in self._owned:

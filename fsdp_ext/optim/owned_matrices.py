@@ -51,20 +51,12 @@ class ShardedMatrix:
 
 @dataclass
 class _Message:
-    """An all-to-all in flight.
-
-    Args:
-        work: to wait for.
-        sent: the tensor that is sent, kept alive until the wait.
-        received: where its elements arrive.
-        sizes: the number of elements of each tensor in ``received``.
-        group: the ranks.
-    """
+    """An all-to-all in flight."""
 
     work: Any
-    sent: torch.Tensor
+    sent: torch.Tensor  # kept alive until the wait
     received: torch.Tensor
-    sizes: list[int]
+    sizes: list[int]  # the number of elements of each tensor in ``received``
     group: dist.ProcessGroup
 
     def wait(self) -> tuple[torch.Tensor, ...]:
@@ -76,11 +68,8 @@ class _Message:
 class OwnedMatrices:
     """Matrices that one group shards, with an owner for each: Note [owned matrices].
 
-    Args:
-        matrices: the matrices, in the same order on all ranks.
-        group: the ranks that shard them.
-        device: the device on which the group communicates and owners compute.
-        dtype: the dtype in which shards and results travel.
+    Their order is the same on all ranks. The group communicates and owners compute on ``device``.
+    Shards and results travel in ``dtype``.
     """
 
     def __init__(
@@ -167,12 +156,7 @@ class OwnedMatrices:
             results[i] = part.view(self._shapes[i][self._rank]).to(results[i].device)
 
     def _send(self, parts: list[list[torch.Tensor]], sizes: list[list[int]]) -> _Message:
-        """Start an all-to-all.
-
-        Args:
-            parts: the tensors to send to each rank.
-            sizes: the number of elements of each tensor to receive from each rank.
-        """
+        """Start an all-to-all of the ``parts`` for each rank; ``sizes`` are of what arrives."""
         flat = [part.reshape(-1) for of_rank in parts for part in of_rank]
         sent = self._empty(sum(map(torch.Tensor.numel, flat)))
         if flat:

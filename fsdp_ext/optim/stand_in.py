@@ -25,11 +25,7 @@ def stand_in_of(
 ) -> Any:
     """Return a stand-in with these states and groups: Note [stand-ins].
 
-    Args:
-        optimizer: the optimizer.
-        state: the states.
-        groups: the groups.
-        found_inf: 1.0 to skip the step; None to leave it to a GradScaler.
+    ``found_inf`` is 1.0 to skip the step, and None to leave that to a GradScaler.
     """
     kind: Any = type(optimizer)
     stand_in = object.__new__(_class_for(kind))

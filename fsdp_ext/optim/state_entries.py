@@ -15,13 +15,7 @@ from fsdp_ext import _C
 
 
 class StateEntries:
-    """The entries of an optimizer's states for some parameters.
-
-    Args:
-        states: the optimizer's.
-        params: the parameters.
-        is_noted: returns whether to note the entry of a value.
-    """
+    """The entries of an optimizer's states for some parameters, as far as values are noted."""
 
     def __init__(
         self,

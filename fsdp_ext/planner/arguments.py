@@ -148,11 +148,8 @@ def resolve_target(
 ) -> Target:
     """Return the ranks, devices and transport that were asked for or that the model has.
 
-    Args:
-        asked_ranks: the number of ranks and the number of replicas; None where it is left open.
-        transport: the argument of ``plan``.
-        device_type: the argument of ``plan``.
-        unit: the first unit of a sharded model.
+    ``asked_ranks`` are the number of ranks and the number of replicas. ``unit`` is the first one of
+    a sharded model.
     """
     if device_type is None:
         device_type = "cuda" if unit is None else unit.ranks.mesh.device_type
@@ -217,12 +214,7 @@ def check_groups(units: Sequence[ParamGroup]) -> None:
 
 
 def set_attached(units: Sequence[PlannedUnit], asked: bool | None) -> None:
-    """Set whether an attached optimizer steps the units.
-
-    Args:
-        units: the units.
-        asked: the argument of ``plan``. None leaves each unit as it is.
-    """
+    """Set whether an attached optimizer steps the units. None leaves each unit as it is."""
     if asked is None:
         return
     asked = as_bool("plan", "optimizer_attached", asked)
@@ -248,12 +240,7 @@ def check_batch(units: Sequence[PlannedUnit], batch: Any) -> None:
 
 
 def check_times(units: Sequence[PlannedUnit], seconds: Sequence[UnitSeconds]) -> None:
-    """Check that times can be predicted.
-
-    Args:
-        units: the units.
-        seconds: the seconds of each unit.
-    """
+    """Check that times can be predicted."""
     for unit, of_unit in zip(units, seconds, strict=True):
         group = unit.settings.reshard_group
         if group > 0:

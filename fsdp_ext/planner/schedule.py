@@ -367,12 +367,9 @@ class _Reductions:
 
 @dataclass
 class _Program:
-    """One forward and one backward: issues jobs, computes, and waits for jobs.
+    """One forward and one backward: issues jobs, computes, and waits for jobs."""
 
-    The stages are in the order in which forward enters them.
-    """
-
-    stages: Sequence[Stage]
+    stages: Sequence[Stage]  # in the order in which forward enters them
     clock: _Clock
     gathers: _Lane
     reductions: _Reductions

@@ -112,11 +112,7 @@ class PlannedMemory:
 def find_buckets(root: PlannedRoot, transports: tuple[str, str], device_type: str) -> _C.MemoryPlan:
     """Return the buckets of planned units and the buffers that they need.
 
-    Args:
-        root: the planned units.
-        transports: names of the transport, which decides how buckets are gathered, and of the one
-            between replicas.
-        device_type: "cuda" or "cpu".
+    The first of ``transports`` decides how buckets are gathered, the second is between replicas.
     """
     on_gpu = device_type == "cuda"
     return _C.plan_memory(
@@ -257,13 +253,7 @@ def _gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
 
 
 class _Gradients:
-    """The gradients that are alive at a moment of backward, and the most bytes so far.
-
-    Args:
-        root: the planned units.
-        found: their buckets.
-        backward: all moments of backward.
-    """
+    """The gradients that are alive at a moment of backward, and the most bytes so far."""
 
     def __init__(self, root: PlannedRoot, found: _C.MemoryPlan, backward: list[Moment]) -> None:
         self.most = 0

@@ -23,21 +23,12 @@ class UnitSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of the parts of a step.
+    """The costs of the parts of a step, as :func:`fsdp_ext.planner.schedule.predict` takes them."""
 
-    Args:
-        compute: the seconds of each unit, by its number.
-        link: the link that collectives use.
-        contention: see :func:`fsdp_ext.planner.schedule.predict`.
-        copies: seconds per byte of the casts and copies around gathers and around reductions.
-        replica_link: the link of all-reduces over replicas, if there are any.
-        updates_on_lane: see :func:`fsdp_ext.planner.schedule.predict`.
-    """
-
-    compute: Sequence[UnitSeconds]
+    compute: Sequence[UnitSeconds]  # of each unit, by its number
     link: Link
     contention: float = 0.0
-    copies: tuple[float, float] = (0.0, 0.0)
+    copies: tuple[float, float] = (0.0, 0.0)  # seconds per byte around gathers and reductions
     replica_link: Link | None = None
     updates_on_lane: bool = False
 

@@ -52,36 +52,22 @@ Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.M
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """The ranks of a planned training.
+    """The ranks of a planned training."""
 
-    Args:
-        shards: how many ranks share the rows of each parameter.
-        replicas: how many ranks have the same rows.
-    """
-
-    shards: int
-    replicas: int = 1
+    shards: int  # how many ranks share the rows of each parameter
+    replicas: int = 1  # how many ranks have the same rows
 
 
 @dataclass
 class PlannedParam:
-    """A parameter without memory.
+    """A parameter without memory."""
 
-    Args:
-        name: its name, from the root of the copy.
-        parameter: the whole parameter of the copy.
-        shape: its shape, or that of the part that tensor parallelism has given to this rank.
-        keeps_dtype: whether it would be computed with in its own dtype.
-        shard_dim: the dimension that ranks share.
-        is_gathered: whether its rows are gathered unchanged.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size
-    keeps_dtype: bool
-    shard_dim: int = 0
-    is_gathered: bool = True
+    name: str  # from the root of the copy
+    parameter: nn.Parameter  # the whole one of the copy
+    shape: torch.Size  # or that of the part that tensor parallelism has given to this rank
+    keeps_dtype: bool  # whether it would be computed with in its own dtype
+    shard_dim: int = 0  # the dimension that ranks share
+    is_gathered: bool = True  # whether its rows are gathered unchanged
 
     @property
     def dtype(self) -> torch.dtype:
