@@ -3,9 +3,10 @@
 All systems clip and step equal models in turns, on the same gradients of one backward, with one
 thread: PyTorch's over DTensors, with foreach and fused; PyTorch's fused one over the flat shards
 that `FSDPModule.flat_shard` returns; and `fsdp_ext.clip_grad_norm_` with `fsdp_ext.optim.AdamW`.
-Clipping starts from the model, so it includes finding the parameters. The part "both" is clipping
-and the step after it. On the host the process group is "fake", so the all-reduce of the norm takes
-no time; on a GPU it is NCCL with one rank.
+With --peers, DeepSpeed's AdamW for the host steps flat shards, too. Clipping starts from the model,
+so it includes finding the parameters. The part "both" is clipping and the step after it. On the
+host the process group is "fake", so the all-reduce of the norm takes no time; on a GPU it is NCCL
+with one rank.
 
 In the rows "host", parameters have few elements, and the time is the host's. In the rows "memory",
 parameters have many elements, and the time is the device's. There, "of a copy" is the bandwidth of
@@ -17,6 +18,7 @@ reduce the norm.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,13 +30,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_ext
 import fsdp_ext.optim
+from bench.harness.options import UsageError
 from bench.harness.output import print_table
 from bench.harness.runner import Keep
 from bench.harness.timing import Timing, as_microseconds, time_in_turns, time_on_gpu
+from bench.models.peers import deepspeed_cpu_adam
 
 WORLD_SIZE = 8
 LAYERS = 8  # linear layers a unit, of two parameters each
 OURS = "fsdp_ext"
+FLAT = "PyTorch, fused, over flat_shard"
+DEEPSPEED = "DeepSpeed, over flat_shard"
 SIZES = [("host", 24, 8), ("host", 192, 8), ("memory", 1, 3072)]
 TOUCHED = 7  # values of an element that AdamW reads or writes
 COPIED = 2
@@ -59,7 +65,9 @@ def clip_by_torch(model: nn.Module, max_norm: float) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def systems(units: int, width: int, device: torch.device) -> dict[tuple[str, str], Call]:
+def systems(
+    units: int, width: int, device: torch.device, *, peers: bool = False
+) -> dict[tuple[str, str], Call]:
     """Return what is timed, by system and part of a step."""
     calls: dict[tuple[str, str], Call] = {}
     kinds: list[tuple[str, type[torch.optim.Optimizer], Any, dict[str, bool]]] = [
@@ -80,22 +88,34 @@ def systems(units: int, width: int, device: torch.device) -> dict[tuple[str, str
         calls[name, "clip"] = clips
         calls[name, "step"] = optimizer.step
         calls[name, "both"] = both
-    model = sharded(units, width, device)
-    flat = []
-    for unit in model:
-        shard, grad = unit.flat_shard()
-        flat.append(nn.Parameter(shard))
-        flat[-1].grad = grad
-    calls["PyTorch, fused, over flat_shard", "step"] = torch.optim.AdamW(
-        flat, lr=1e-4, fused=True
-    ).step
+    of_flat: dict[str, Any] = {FLAT: partial(torch.optim.AdamW, fused=True)}
+    if peers:
+        of_flat[DEEPSPEED] = deepspeed_cpu_adam
+    for name, make in of_flat.items():
+        model = sharded(units, width, device)
+        flat = []
+        for unit in model:
+            shard, grad = unit.flat_shard()
+            flat.append(nn.Parameter(shard))
+            flat[-1].grad = grad
+        calls[name, "step"] = make(flat, lr=1e-4).step
     return calls
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --peers."""
+    text = "also step by DeepSpeed's AdamW for the host (make bench-peers installs it)"
+    parser.add_argument("--peers", action="store_true", help=text)
 
 
 def measure(args: argparse.Namespace, keep: Keep) -> None:
     """Measure few and many small parameters, and few large ones."""
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
+    if args.peers and on_gpu:
+        raise UsageError("--peers steps parameters on the host; add --device cpu")
+    if args.peers and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError("--peers needs DeepSpeed; make bench-peers installs it into .venv-peers")
     world_size = 1 if on_gpu else WORLD_SIZE
     if on_gpu:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -104,7 +124,7 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     repeats = 8 if args.quick else 40
     sizes = [("host", 24, 8), ("memory", 1, 1536)] if args.quick else SIZES
     for limited_by, units, width in sizes:
-        calls = systems(units, width, device)
+        calls = systems(units, width, device, peers=args.peers)
         bytes_of_rank = units * LAYERS * (width + 1) * width * 4 // world_size
         if limited_by == "memory":
             source = torch.ones(bytes_of_rank, dtype=torch.uint8, device=device)

@@ -1,4 +1,6 @@
-"""Libraries besides torch that shard: DeepSpeed, Megatron-FSDP and FairScale, for `step --peers`.
+"""Libraries besides torch: DeepSpeed, Megatron-FSDP and FairScale, for `step --peers`.
+
+DeepSpeed's Adam for the host is for `optimizer --peers`.
 
 Each is imported only when it is built, so that a library that is missing or cannot run here is
 listed with its own error. `make bench-peers` installs them.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 import warnings
 from typing import Any
 
@@ -68,6 +71,18 @@ def shard_deepspeed(model: GPT, dtype: torch.dtype, device: torch.device) -> Sha
 
     settings = f"overlap_comm, contiguous_gradients, buckets of {DEEPSPEED_BLOCKS} blocks"
     return Sharded(engine, settings, DeepSpeedOptimizer(engine), backward)
+
+
+def deepspeed_cpu_adam(params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Return DeepSpeed's AdamW for the host. Its first use compiles it, which takes minutes."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # it has an OpenMP library of its own
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")  # where ninja is
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(params, lr=lr, weight_decay=1e-2)
+    return optimizer
 
 
 def shard_megatron(model: GPT, dtype: torch.dtype, device: torch.device) -> Sharded:

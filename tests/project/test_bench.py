@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.matrix import exhaustive
+from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import __main__ as bench
-from bench import checkpoint, host_overhead, memory, muon, overlap, pack, predict, tune
+from bench import checkpoint, host_overhead, memory, muon, optimizer, overlap, pack, predict, tune
 from bench.harness import ranks, runner
 from bench.harness.options import UsageError, count_of_ranks, parser_of
 from bench.harness.timing import INDISTINCT, Timing
@@ -328,6 +329,42 @@ def test_a_peer_that_cannot_run_is_listed_with_its_error(tmp_path: Path) -> None
         else:
             assert row.get("error") or row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
         assert name in printed
+
+
+def _steps_beside_deepspeed() -> tuple[set[tuple[str, str]], int]:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    stepped: list[nn.Parameter] = []
+
+    def cpu_adam(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        stepped.extend(params)
+        return torch.optim.AdamW(params, **options)
+
+    deepspeed: Any = SimpleNamespace(DeepSpeedCPUAdam=cpu_adam)
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.dict(sys.modules, {"deepspeed.ops.adam": deepspeed}),
+    ):
+        calls = optimizer.systems(2, 8, torch.device("cpu"), peers=True)
+    before = [param.detach().clone() for param in stepped]
+    calls[optimizer.DEEPSPEED, "step"]()
+    assert not any(map(torch.equal, before, stepped))
+    return {*calls}, sum(param.numel() for param in stepped)
+
+
+def test_deepspeed_steps_flat_shards_beside_the_other_optimizers() -> None:
+    [(calls, elements)] = run_ranks(_steps_beside_deepspeed, 1)
+    assert {(optimizer.DEEPSPEED, "step"), (optimizer.FLAT, "step")} <= calls
+    assert elements == 2 * optimizer.LAYERS * (8 + 1) * 8 // 2  # of one of two ranks
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed"
+)
+def test_a_row_of_deepspeed_needs_deepspeed() -> None:
+    result = _bench("optimizer", "--quick", "--device", "cpu", "--peers")
+    assert result.returncode == 2
+    assert "make bench-peers installs it" in result.stderr
 
 
 def _overheads_of_steps() -> list[dict[str, Any]]:
