@@ -51,7 +51,7 @@ def torch_requirements() -> list[str]:
     if has_torch():
         return []
     if "PIP_BUILD_TRACKER" in os.environ:  # pip sets it
-        return [f"torch>={oldest}"]
+        return [f"torch>={oldest}.0.dev0"]  # as pyproject.toml has it
     raise SystemExit(
         f"The build of fsdp_ext sees no torch {oldest} or newer in {sys.prefix}. Builders other "
         "than pip make that environment themselves, without torch. Install torch, setuptools, "

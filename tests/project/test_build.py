@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import setuptools
 import torch
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("FORCE_CPU", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
@@ -278,7 +280,39 @@ def test_the_build_uses_the_torch_outside_of_pips_environment(
     assert seen == [[outside]]
     install_torch("2.5.1+cu124")  # too old to build against, so pip gets a newer one
     monkeypatch.setenv("PIP_BUILD_TRACKER", "some/folder")
-    assert backend.torch_requirements() == ["torch>=2.11"]
+    assert backend.torch_requirements() == ["torch>=2.11.0.dev0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new_enough"),
+    [
+        ("2.11.0a0+eb65b36914.nv26.02", True),  # of NVIDIA's image
+        ("2.11.0.dev20260101+cu130", True),
+        ("2.11.0+cu126", True),
+        ("2.10.1", False),
+    ],
+)
+def test_the_package_requires_no_newer_torch_than_the_build_takes(
+    version: str,
+    is_new_enough: bool,
+    backend: Any,
+    install_torch: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (required,) = re.findall(r'^dependencies = \["(torch.*?)"', project, re.MULTILINE)
+    assert Requirement(required).specifier.contains(version) is is_new_enough
+    outside = install_torch(version)
+    monkeypatch.setattr(backend, "path_outside", lambda: [outside])
+    monkeypatch.setenv("PIP_BUILD_TRACKER", "some/folder")
+    assert backend.torch_requirements() == ([] if is_new_enough else [required])
+    monkeypatch.setattr(torch, "__version__", version)
+    find_torch = _load(ROOT / "setup.py").find_torch
+    if is_new_enough:
+        assert find_torch().version == version
+    else:
+        with pytest.raises(SystemExit, match=rf"needs torch 2\.11 or newer and found {version}"):
+            find_torch()
 
 
 def test_the_environment_outside_is_found_with_what_it_links_to(backend: Any) -> None:
