@@ -10,8 +10,8 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
     FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
-                    build for these GPUs, as torch's own extensions do; the default is 8.0, 9.0
-                    and 10.0+PTX, without those that nvcc does not know
+                    build for these GPUs, as torch's own extensions do, but for none older than
+                    8.0; the default is 8.0, 9.0 and 10.0+PTX, without those that nvcc does not know
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ OLDEST_TORCH = (2, 11)
 OLDEST_CUDA = (12, 5)  # it has cudaGetDriverEntryPointByVersion
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
+# What torch's own extensions mean by these names. torch's Blackwell has 10.3 and 12.1, too, where
+# code for 10.0 and 12.0 runs, and which older compilers do not know.
+NAMED_ARCHITECTURES = {
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;12.0+PTX",
+    "Blackwell+Tegra": "11.0",
+}
 DEFAULT_CUDA = "/usr/local/cuda/bin"
 # PyPI's packages beside nvidia-cuda-nvcc, which requires only some of them, in any version.
 PARTS_OF_ONE_RELEASE = ("nvidia-cuda-crt", "nvidia-nvvm")
@@ -276,31 +288,19 @@ def cuda_architectures(nvcc: Nvcc) -> list[str]:
     """Return the GPUs to build for, by their names in CMake.
 
     Raises:
-        SystemExit: if TORCH_CUDA_ARCH_LIST is malformed, or nvcc does not know its GPUs.
+        SystemExit: if TORCH_CUDA_ARCH_LIST is malformed or has only GPUs that are too old, or nvcc
+            does not know its GPUs.
     """
-    known = {
-        int(number)
-        for number in re.findall(
-            r"compute_(\d+)",
-            subprocess.run(
-                [nvcc.path, "--list-gpu-arch"],
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout,
-        )
-    }
+    command = [nvcc.path, "--list-gpu-arch"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    known = {int(number) for number in re.findall(r"compute_(\d+)", said)}
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if not listed.strip():
-        chosen = [number for number in DEFAULT_ARCHITECTURES if number in known]
-        if not chosen:
-            raise SystemExit(
-                f"The CUDA build of fsdp_ext needs an nvcc that knows one of "
-                f"{DEFAULT_ARCHITECTURES}. This one knows {sorted(known)}. Upgrade it."
-            )
-        return [f"{number}-real" for number in chosen] + [f"{chosen[-1]}-virtual"]
-    result = []
-    for item in re.split(r"[;, ]+", listed.strip()):
+    names = [name for name in re.split(r"[;, ]+", listed) if name]
+    items = [item for name in names for item in NAMED_ARCHITECTURES.get(name, name).split(";")]
+    if not items:
+        return default_architectures(known)
+    result, too_old = [], []
+    for item in items:
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
             raise SystemExit(
@@ -309,15 +309,42 @@ def cuda_architectures(nvcc: Nvcc) -> list[str]:
             )
         major, minor, suffix, ptx = match.groups()
         number = int(major + minor)
-        if number < OLDEST_ARCHITECTURE or number not in known:
+        if number < OLDEST_ARCHITECTURE:
+            too_old.append(item)
+            continue
+        if number not in known:
             raise SystemExit(
-                f"TORCH_CUDA_ARCH_LIST has {item!r}. Use {OLDEST_ARCHITECTURE / 10} or newer, and "
-                f"only GPUs that this nvcc knows ({sorted(known)}), or unset it."
+                f"TORCH_CUDA_ARCH_LIST has {item!r}. Use only GPUs that this nvcc knows "
+                f"({sorted(known)}), or unset it."
             )
         result.append(f"{number}{suffix}-real")
         if ptx:
             result.append(f"{number}{suffix}-virtual")
-    return result
+    oldest = OLDEST_ARCHITECTURE / 10
+    if not result:
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST is {listed!r}, and fsdp_ext needs {oldest} or newer. Add such a "
+            "GPU, or unset it."
+        )
+    if too_old:
+        left_out = ", ".join(too_old)
+        print(f"fsdp_ext: left {left_out} of TORCH_CUDA_ARCH_LIST out; it needs {oldest} or newer")
+    return list(dict.fromkeys(result))
+
+
+def default_architectures(known: set[int]) -> list[str]:
+    """Return the GPUs to build for by default with an nvcc that knows these.
+
+    Raises:
+        SystemExit: if nvcc knows none of them.
+    """
+    chosen = [number for number in DEFAULT_ARCHITECTURES if number in known]
+    if not chosen:
+        raise SystemExit(
+            f"The CUDA build of fsdp_ext needs an nvcc that knows one of {DEFAULT_ARCHITECTURES}. "
+            f"This one knows {sorted(known)}. Upgrade it."
+        )
+    return [f"{number}-real" for number in chosen] + [f"{chosen[-1]}-virtual"]
 
 
 def find_tool(name: str, module: str, directory: str) -> str:

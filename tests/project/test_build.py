@@ -55,6 +55,7 @@ def add_nvcc(tmp_path: Path) -> Callable[[str, str], str]:
         path.parent.mkdir(parents=True)
         path.write_text(
             f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}"\n'
+            'echo "compute_75 compute_80 compute_86 compute_90 compute_100 compute_120"\n'
         )
         path.chmod(0o755)
         return str(path)
@@ -231,6 +232,58 @@ def test_the_libraries_of_pypis_nvcc_get_the_names_that_linkers_look_for(
     assert shlex.split(settings["CMAKE_CUDA_FLAGS"]) == [f"-L{links}", f"-L{library.parent}"]
     other = build.Nvcc(Path(add_nvcc("default/bin", "13.0")), "13.0")
     assert "CUDA_CUDART" not in build.settings_of(other, tmp_path / "build")
+
+
+@pytest.mark.parametrize(
+    ("listed", "chosen", "said"),
+    [
+        (
+            "7.5 8.0 8.6 9.0 10.0 12.0+PTX",  # of NVIDIA's image
+            "80-real 86-real 90-real 100-real 120-real 120-virtual",
+            "left 7.5 of TORCH_CUDA_ARCH_LIST out; it needs 8.0 or newer",
+        ),
+        ("Turing;Hopper", "90-real 90-virtual", "left 7.5+PTX of"),
+        ("9.0a;9.0a, 8.0+PTX;", "90a-real 80-real 80-virtual", ""),
+        ("Blackwell", "100-real 120-real 120-virtual", ""),
+        (" ; ", "80-real 90-real 100-real 100-virtual", ""),
+    ],
+)
+def test_torchs_list_of_gpus_is_taken_without_those_that_are_too_old(
+    listed: str,
+    chosen: str,
+    said: str,
+    build: Any,
+    add_nvcc: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    nvcc = build.Nvcc(Path(add_nvcc("default/bin", "13.0")), "13.0")
+    assert build.cuda_architectures(nvcc) == chosen.split()
+    out = capsys.readouterr().out
+    assert said in out
+    assert bool(said) == bool(out)
+
+
+@pytest.mark.parametrize(
+    ("listed", "error"),
+    [
+        ("7.0;7.5+PTX", r"is '7\.0;7\.5\+PTX', and fsdp_ext needs 8\.0 or newer\. Add"),
+        ("9.0;15.0", r"has '15\.0'\. Use only GPUs that this nvcc knows \(\[75, 80, "),
+        ("hopper", r"has 'hopper'\. Use numbers such as 9\.0"),
+    ],
+)
+def test_a_list_of_gpus_that_cannot_be_built_for_is_refused(
+    listed: str,
+    error: str,
+    build: Any,
+    add_nvcc: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    nvcc = build.Nvcc(Path(add_nvcc("default/bin", "13.0")), "13.0")
+    with pytest.raises(SystemExit, match=error):
+        build.cuda_architectures(nvcc)
 
 
 @pytest.mark.exhaustive
