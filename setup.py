@@ -4,9 +4,10 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
 
     FORCE_CPU=1     make the CPU build
     FORCE_CUDA=1    make the CUDA build, or fail
-    CUDA_HOME=dir   use this CUDA toolkit; otherwise the first of torch's major version, 12.5 or
-                    newer, with an nvcc on the PATH, in PyPI's packages beside torch, in the
-                    environment (conda), or in /usr/local/cuda. CUDA_PATH means the same
+    CUDA_HOME=dir   use this CUDA toolkit, if it is of torch's major version and 12.5 or newer;
+                    otherwise the first such one with an nvcc on the PATH, in PyPI's packages
+                    beside torch, in the environment (conda), or in /usr/local/cuda. CUDA_PATH
+                    means the same
     FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
@@ -147,7 +148,11 @@ def choose_kind(torch: Torch, nvcc: Nvcc | None) -> tuple[str, str]:
     missing = why_no_cuda(torch, nvcc)
     if missing is None:
         assert nvcc is not None
-        return "CUDA", f"with nvcc {nvcc.release}, {nvcc.path}"
+        why = f"with nvcc {nvcc.release}, {nvcc.path}"
+        home = cuda_home()
+        if home and nvcc.path.parent != Path(home, "bin"):
+            why += f", because CUDA_HOME={home} has none that fits"
+        return "CUDA", why
     if force_cuda:
         raise SystemExit(
             f"FORCE_CUDA=1 asks for the CUDA build of fsdp_ext, but {missing}. "
@@ -228,10 +233,8 @@ def cuda_home() -> str | None:
 
 def find_nvcc(torch: Torch) -> Nvcc | None:
     """Return the nvcc to build with: the first that fits torch, or else the first, or None."""
-    home = cuda_home()
-    places = [Path(home, "bin")] if home else places_of_nvcc(torch)
     found = []
-    for place in places:
+    for place in places_of_nvcc(torch):
         path = shutil.which("nvcc", path=str(place))
         release = release_of(Path(path)) if path else None
         if path and release:
@@ -242,12 +245,14 @@ def find_nvcc(torch: Torch) -> Nvcc | None:
 
 def places_of_nvcc(torch: Torch) -> list[Path]:
     """Return the directories that may have nvcc, in the order in which they are tried."""
+    home = cuda_home()
+    named = [Path(home, "bin")] if home else []
     on_the_path = [Path(place) for place in os.get_exec_path()]
     packages = importlib.util.find_spec("nvidia")  # a namespace package of PyPI's wheels
     found = [*packages.submodule_search_locations] if packages is not None else []
     found += [torch.directory.parent / "nvidia"]  # the only one that an isolated build can see
     from_pypi = [Path(place) / f"cu{torch.cuda_major}" / "bin" for place in found]
-    return [*on_the_path, *from_pypi, Path(sys.prefix) / "bin", Path(DEFAULT_CUDA)]
+    return [*named, *on_the_path, *from_pypi, Path(sys.prefix) / "bin", Path(DEFAULT_CUDA)]
 
 
 def release_of(program: Path) -> str | None:

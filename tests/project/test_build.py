@@ -94,12 +94,30 @@ def test_nvcc_is_looked_for_where_torch_looks_and_beside_it(
     for number, place in enumerate(places):
         path = add_nvcc(place, f"13.{number}")
         assert build.find_nvcc(torch) == build.Nvcc(Path(path), f"13.{number}"), place
-    home = add_nvcc("home/bin", "12.8")
+    home = add_nvcc("home/bin", "13.9")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "home"))
-    assert build.find_nvcc(torch) == build.Nvcc(Path(home), "12.8")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
-    assert build.find_nvcc(torch) is None
-    assert "nothing has no bin/nvcc" in build.why_no_cuda(torch, None)
+    assert build.find_nvcc(torch) == build.Nvcc(Path(home), "13.9")
+
+
+def test_cuda_home_without_an_nvcc_that_fits_is_left_for_another_place(
+    build: Any,
+    torch_of: Any,
+    kind_of: Any,
+    add_nvcc: Callable[[str, str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    torch, home = torch_of("13.0"), tmp_path / "home"
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setattr(build, "has_driver", lambda: True)
+    with pytest.raises(SystemExit, match=rf"but CUDA_HOME={home} has no bin/nvcc\. Run `pip"):
+        kind_of(torch)
+    path = add_nvcc("home/bin", "12.8")
+    with pytest.raises(SystemExit, match=rf"but {path} belongs to CUDA 12\.8 and .*\. Run `pip"):
+        kind_of(torch)
+    advised = add_nvcc("site-packages/nvidia/cu13/bin", "13.0")  # what the advice installs
+    why = f"with nvcc 13.0, {advised}, because CUDA_HOME={home} has none that fits"
+    assert kind_of(torch) == ("CUDA", why)
 
 
 def test_an_nvcc_that_fits_torch_goes_before_one_on_the_path(
