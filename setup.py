@@ -8,6 +8,9 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
                     otherwise the first such one with an nvcc on the PATH, in PyPI's packages
                     beside torch, in the environment (conda), or in /usr/local/cuda. CUDA_PATH
                     means the same
+    CXX=program     the C++ compiler, also for nvcc
+    CUDAHOSTCXX=program
+                    the C++ compiler for nvcc, if it takes no compiler as new as CXX
     FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"
@@ -56,6 +59,9 @@ DEFAULT_CUDA = "/usr/local/cuda/bin"
 PARTS_OF_ONE_RELEASE = ("nvidia-cuda-crt", "nvidia-nvvm")
 PARTS_OF_NVCC = (*PARTS_OF_ONE_RELEASE, "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 EXTRAS = "nvcc,crt,nvvm,cudart,cccl"  # of the package cuda-toolkit
+# Variables that name compilers. CC has no effect, as there is no C code.
+COMPILERS = ("CXX", "CUDAHOSTCXX", "NVCC_CCBIN")
+LAUNCHERS = ("ccache", "distcc", "sccache")
 EXTENSION = "fsdp_ext._C"
 BUILD_INFO = "_build_info.py"
 
@@ -273,6 +279,8 @@ def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:
         "CMAKE_CUDA_COMPILER": nvcc.path.as_posix(),
         "CMAKE_CUDA_ARCHITECTURES": ";".join(cuda_architectures(nvcc)),
     }
+    if compiler := host_compiler():
+        settings["CMAKE_CUDA_HOST_COMPILER"] = compiler
     if not is_from_pypi(nvcc):
         return settings
     # PyPI's libraries are in lib, but nvcc links from lib64. There is libcudart.so.13, but linkers
@@ -287,6 +295,18 @@ def settings_of(nvcc: Nvcc, directory: Path) -> dict[str, object]:
         "CMAKE_CUDA_FLAGS": shlex.join([f"-L{links}", f"-L{libraries}"]),
         "CUDA_CUDART": link.as_posix(),
     }
+
+
+def host_compiler() -> str | None:
+    """Return the C++ compiler that nvcc is to use, or None for the one that it finds itself."""
+    named = os.environ.get("CUDAHOSTCXX", "")
+    if not named and not os.environ.get("NVCC_CCBIN"):  # nvcc reads NVCC_CCBIN itself
+        named = os.environ.get("CXX", "")
+    # A launcher may come before the compiler, and options after it.
+    words = [named] if shutil.which(named) else shlex.split(named)
+    if len(words) > 1 and Path(words[0]).name in LAUNCHERS:
+        del words[0]
+    return shutil.which(words[0]) or words[0] if words else None
 
 
 def cuda_architectures(nvcc: Nvcc) -> list[str]:
@@ -389,6 +409,9 @@ def build_directory(torch: Torch, kind: str, nvcc: Nvcc | None) -> Path:
     # If the compiler of a build directory changes, CMake drops all settings of that directory.
     if kind == "CUDA" and nvcc is not None:
         kind += f"-nvcc{nvcc.release}-{zlib.crc32(str(nvcc.path).encode()):08x}"
+    compilers = [os.environ.get(name, "") for name in COMPILERS]
+    if any(compilers):
+        kind += f"-cxx{zlib.crc32(repr(compilers).encode()):08x}"
     tag = f"{kind.lower()}-torch{torch.version}-{sys.implementation.cache_tag}{isolated}"
     return ROOT / "build" / tag
 

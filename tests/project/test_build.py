@@ -19,7 +19,11 @@ import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = ("FORCE_CPU", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
+COMPILERS = ("CXX", "CUDAHOSTCXX", "NVCC_CCBIN")
+VARIABLES = (
+    *("FORCE_CPU", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST"),
+    *COMPILERS,
+)
 
 
 def _load(path: Path) -> ModuleType:
@@ -146,6 +150,45 @@ def test_each_nvcc_has_a_build_directory_of_its_own(build: Any, torch_of: Any) -
     compilers = [build.Nvcc(Path(path), "13.0") for path in ("/conda/bin/nvcc", "/usr/bin/nvcc")]
     directories = {build.build_directory(torch_of("13.0"), "CUDA", nvcc) for nvcc in compilers}
     assert len(directories) == len(compilers)  # CMake drops its settings if the compiler changes
+
+
+def test_each_compiler_has_a_build_directory_of_its_own(
+    build: Any, torch_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def directory(kind: str) -> Path:
+        nvcc = build.Nvcc(Path("/usr/bin/nvcc"), "13.0")
+        return build.build_directory(torch_of("13.0"), kind, nvcc if kind == "CUDA" else None)
+
+    assert directory("CPU").name.startswith("cpu-torch2.11.0-")
+    directories = {directory("CPU"), directory("CUDA")}
+    for variable in COMPILERS:
+        monkeypatch.setenv(variable, "g++-13")
+        directories |= {directory("CPU"), directory("CUDA")}
+    assert len(directories) == 2 * (1 + len(COMPILERS))
+
+
+def test_nvcc_gets_the_compiler_that_the_environment_names(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "cuda_architectures", lambda nvcc: ["90-real"])
+    nvcc = build.Nvcc(Path("/usr/bin/nvcc"), "13.0")
+    assert "CMAKE_CUDA_HOST_COMPILER" not in build.settings_of(nvcc, tmp_path)
+    found = tmp_path / "on_the_path" / "g++-13"
+    spaced = tmp_path / "a folder" / "g++"
+    for program in (found, spaced):
+        program.parent.mkdir()
+        program.touch(0o755)
+    for variable, value, expected in [
+        ("CXX", "g++-13", found),
+        ("CXX", "ccache g++-13 -m64", found),
+        ("CXX", str(spaced), spaced),
+        ("CXX", "/opt/g++", "/opt/g++"),
+        ("NVCC_CCBIN", "/opt/g++", None),  # nvcc reads it
+        ("CUDAHOSTCXX", "g++-13", found),
+    ]:
+        monkeypatch.setenv(variable, value)
+        chosen = build.settings_of(nvcc, tmp_path).get("CMAKE_CUDA_HOST_COMPILER")
+        assert chosen == (expected and str(expected)), value
 
 
 def test_torch_and_nvcc_decide_what_is_built(
