@@ -50,8 +50,10 @@ def resolve_group(
             f"process_group is {group!r}. Pass a process group or, for HYBRID_SHARD, a pair: the "
             "ranks that shard the model, and those that have the same shard."
         )
+    devices = [device] if device is not None else [param.device for param in module.parameters()]
     if strategy in HYBRID and group is None and mesh is None:
-        return resolve_mesh(_mesh_by_host(_kind_of(module, device, default_device_type())))
+        default = default_device_type(devices)
+        return resolve_mesh(_mesh_by_host(_kind_of(module, device, default)))
     dimensions = mesh.ndim if mesh is not None else len(groups)
     if dimensions != (2 if strategy in HYBRID else 1):
         raise ValueError(_wrong_dimensions(strategy, groups, mesh))
@@ -59,7 +61,7 @@ def resolve_group(
         default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = _kind_of(module, device, default)
         mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
-    mesh = resolve_mesh(mesh)
+    mesh = resolve_mesh(mesh, devices)
     return _replicas_alone(mesh) if is_whole and mesh.size() > 1 else mesh
 
 

@@ -112,7 +112,8 @@ def verify(
             "verify without a process group has threads as ranks, and DTensors of PyTorch 2.11 "
             "crash there. Call it on ranks that torchrun has started, after init_process_group()."
         )
-    mesh = of_sharding.resolve_mesh(None) if has_group else None
+    devices = (param.device for param in model.parameters())
+    mesh = of_sharding.resolve_mesh(None, devices) if has_group else None
     # Wrong arguments are refused before copies are made.
     of_sharding.check_policy(mp_policy)
     of_sharding.reshard_over(reshard_after_forward, size)

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from support.launcher import RanksFailed, run_ranks
 from support.stacks import TRANSPORTS
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_ext import FullyShardedDataParallel, _build_info, fully_shard
@@ -493,6 +495,35 @@ def test_the_error_says_why_a_gpu_cannot_be_used(monkeypatch: pytest.MonkeyPatch
         check_device_type("cuda")
     with pytest.raises(ValueError, match="device type 'xpu'"):
         check_device_type("xpu")
+
+
+def _no_mesh_where_torch_sees_a_gpu() -> None:
+    config = "cpu:gloo,cuda:nccl"
+    with FakeTensorMode():
+        on_gpu = WithParameter(torch.empty(2, device="cuda"))
+    on_host, wrapped = nn.Linear(2, 2), FullyShardedDataParallel
+    by_host = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    advice = ("CPU build", "Pass a mesh of 'cpu', or reinstall", "FORCE_CUDA=1 says")
+    with (
+        mock.patch.object(_build_info, "BUILD_KIND", "CPU"),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        for refuse in (fully_shard, wrapped, partial(wrapped, **by_host)):
+            with raises(ValueError, "no mesh, and the model is on a GPU, but", *advice):
+                refuse(on_gpu)
+        with raises(ValueError, "no mesh, and the model is on a GPU, but", *advice):
+            wrapped(on_host, device_id=torch.device("cuda", 0))
+        with mock.patch.object(dist, "get_backend_config", return_value=config):
+            for refuse in (fully_shard, wrapped, partial(wrapped, **by_host)):
+                with raises(ValueError, rf"no mesh, and .* for GPUs \('{config}'\)", *advice):
+                    refuse(on_host)
+            mesh = init_device_mesh("cpu", (1,))
+            fully_shard(nn.Linear(2, 2), mesh=mesh)(torch.ones(1, 2)).sum().backward()
+        fully_shard(on_host)(torch.ones(1, 2)).sum().backward()  # over gloo it stays on the CPU
+
+
+def test_a_cpu_build_does_not_take_a_gpus_model_to_the_host() -> None:
+    run_ranks(_no_mesh_where_torch_sees_a_gpu, 1)
 
 
 def _first_forward_fails() -> None:

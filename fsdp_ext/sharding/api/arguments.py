@@ -34,6 +34,10 @@ _USES = {
     "param_dtype": "parameters cannot be gathered",
     "reduce_dtype": "gradients cannot be added",
 }
+_REINSTALL = (
+    "or reinstall fsdp_ext where nvcc and a CUDA build of torch are; FORCE_CUDA=1 says what is "
+    "missing."
+)
 MAKE_MESH = "Make one with torch.distributed.device_mesh.init_device_mesh."
 # More buckets than any model has.
 _MOST_BUCKETS = 2**16
@@ -53,8 +57,13 @@ def ensure_process_group() -> None:
         ) from error
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over."""
+def resolve_mesh(mesh: DeviceMesh | None, devices: Iterable[torch.device] = ()) -> DeviceMesh:
+    """Return ``mesh``, or the mesh of all ranks, after checking that it can be sharded over.
+
+    Args:
+        mesh: the mesh, or None for all ranks.
+        devices: where the model is.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs an initialised process group, and there is none. Call "
@@ -62,7 +71,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"{_IN_ONE_PROCESS}"
         )
     if mesh is None:
-        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
+        mesh = init_device_mesh(default_device_type(devices), (dist.get_world_size(),))
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, a {mesh.ndim}-D mesh "
@@ -102,10 +111,37 @@ def _example_of(mesh: DeviceMesh) -> str:
     return f'mesh["{next((name for name in names if "shard" in name), names[0])}"]'
 
 
-def default_device_type() -> str:
-    """Return the kind of devices of a mesh that is made without one."""
-    on_gpu = _build_info.BUILD_KIND == "CUDA" and torch.cuda.is_available()
-    return "cuda" if on_gpu else "cpu"
+def default_device_type(devices: Iterable[torch.device] = ()) -> str:
+    """Return the kind of devices of a mesh that is made without one, for a model on ``devices``.
+
+    Raises:
+        ValueError: if GPUs are meant, and this is a CPU build.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    if _build_info.BUILD_KIND == "CUDA":
+        return "cuda"
+    if any(device.type == "cuda" for device in devices):
+        meant = "the model is on a GPU"
+    elif _has_backend_for_gpus():
+        meant = f"the process group is for GPUs ('{dist.get_backend_config()}')"
+    else:
+        return "cpu"
+    raise ValueError(
+        f"fsdp_ext got no mesh, and {meant}, but this is a CPU build of fsdp_ext. Pass a mesh of "
+        f"'cpu', {_REINSTALL}"
+    )
+
+
+def _has_backend_for_gpus() -> bool:
+    """Return whether the default process group has a backend that is for GPUs alone.
+
+    Gloo, for example, is for all devices by default.
+    """
+    if not dist.is_initialized():
+        return False
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return backends.get("cuda") != backends.get("cpu")
 
 
 def check_device_type(device_type: str) -> None:
@@ -120,8 +156,7 @@ def check_device_type(device_type: str) -> None:
     if _build_info.BUILD_KIND != "CUDA":
         raise ValueError(
             "fully_shard got a mesh of device type 'cuda', but this is a CPU build of fsdp_ext. "
-            "Use a mesh of 'cpu', or reinstall fsdp_ext where nvcc and a CUDA build of torch are; "
-            "FORCE_CUDA=1 says what is missing."
+            f"Use a mesh of 'cpu', {_REINSTALL}"
         )
     if not torch.cuda.is_available():
         raise ValueError(

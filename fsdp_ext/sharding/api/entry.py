@@ -199,7 +199,8 @@ def fully_shard(
     elif mesh is None:
         ensure_process_group()
     spmd = None if dp_mesh_dims is None else SpmdMesh.of(mesh, dp_mesh_dims)
-    mesh = resolve_mesh(mesh if spmd is None else spmd.data_parallel_mesh())
+    devices = (param.device for one in modules for param in one.parameters())
+    mesh = resolve_mesh(mesh if spmd is None else spmd.data_parallel_mesh(), devices)
     check_numbers(bucket_bytes, max_message_bytes, prefetch, check_every)
     settings = UnitSettings(
         mp_policy=mp_policy,
