@@ -18,6 +18,11 @@ pytest.register_assert_rewrite("support")
 # for another torch.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+# Without a mesh, models are sharded over GPUs that torch sees. Only tests for GPUs are to see them.
+# The processes of ranks and other programs inherit this.
+if os.environ.get("FSDP_EXT_TEST_NEEDS_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # On some processors, MKL's products depend on where their operands begin in memory, and tests
 # compare systems that place parameters differently. The processes of ranks inherit this.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")

@@ -1,10 +1,12 @@
-"""Two emulated GPUs in a process: which may use whose memory, and copies between them."""
+"""Several emulated GPUs in a process, which may use each other's memory, or none."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from support.devices import IS_EMULATED
 from support.emulated import run_program
+from support.launcher import run_ranks
 
 pytestmark = pytest.mark.skipif(not IS_EMULATED, reason="tests the emulated GPU: make rehearsal")
 
@@ -29,6 +31,13 @@ def _lines(code: str) -> list[str]:
     result = run_program(PRELUDE + code, EMULATED_GPU_DEVICES="2")
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
+
+
+def test_devices_that_are_hidden_are_not_found() -> None:
+    result = run_program("print(torch.cuda.is_available())", CUDA_VISIBLE_DEVICES="")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "False\n", "")
+    assert run_ranks(torch.cuda.device_count, 1) == [0]
+    assert run_ranks(torch.cuda.device_count, 1, device="cuda") == [1]
 
 
 def test_tensors_move_between_devices_whatever_their_layout() -> None:

@@ -1,4 +1,4 @@
-"""Tests of this directory are skipped where there is no GPU."""
+"""Tests of this directory are skipped without FSDP_EXT_TEST_NEEDS_GPU=1, which shows them a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_EMULATED = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of this directory on machines that cannot run them.
+    """Skip the tests of this directory where they see no GPU.
 
     Raises:
         pytest.UsageError: if FSDP_EXT_TEST_NEEDS_GPU=1 and the machine cannot run them.
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "FSDP_EXT_TEST_NEEDS_GPU=1 needs a CUDA build and a GPU, and one of them is missing. "
             "Unset the variable to skip these tests."
         )
-    reason = "needs a CUDA build and a GPU: `make gpu-check` runs it where they are"
+    reason = "needs FSDP_EXT_TEST_NEEDS_GPU=1, which `make gpu-check` sets, a CUDA build and a GPU"
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))

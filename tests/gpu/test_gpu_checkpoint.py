@@ -91,7 +91,7 @@ def _saves_and_loads(place: Path, offload: bool, kind: Any) -> None:
 def test_a_checkpoint_has_what_was_there_at_the_call(
     tmp_path: Path, offload: bool, kind: Any
 ) -> None:
-    run_ranks(_saves_and_loads, 1, tmp_path, offload, kind)
+    run_ranks(_saves_and_loads, 1, tmp_path, offload, kind, device="cuda")
 
 
 def _saves_from_another_gpu(place: Path) -> None:
@@ -120,7 +120,7 @@ def _saves_from_another_gpu(place: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_may_be_saved_from_another_gpu_than_the_current_one(tmp_path: Path) -> None:
-    run_ranks(_saves_from_another_gpu, 1, tmp_path)
+    run_ranks(_saves_from_another_gpu, 1, tmp_path, device="cuda")
 
 
 def _grows(place: Path) -> None:
@@ -136,7 +136,7 @@ def _grows(place: Path) -> None:
 
 
 def test_copies_that_grow_leave_no_pinned_memory_behind(tmp_path: Path) -> None:
-    run_ranks(_grows, 1, tmp_path, fresh=True)
+    run_ranks(_grows, 1, tmp_path, device="cuda")
 
 
 PLAIN = "plain"
@@ -191,4 +191,4 @@ def _saves_between_replays(place: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sharded", PLAIN, CAPTURED_BEFORE])
 def test_replays_do_not_change_what_is_saved(tmp_path: Path, kind: str) -> None:
-    run_ranks(_saves_between_replays, 1, tmp_path, kind, fresh=True)
+    run_ranks(_saves_between_replays, 1, tmp_path, kind, device="cuda")

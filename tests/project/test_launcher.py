@@ -35,6 +35,16 @@ def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), int(total)
 
 
+def _visible_gpus() -> tuple[str | None, int]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+
+
+def test_neither_tests_nor_their_ranks_on_the_host_see_gpus_by_default() -> None:
+    if os.environ.get("FSDP_EXT_TEST_NEEDS_GPU") != "1":
+        assert _visible_gpus() == ("", 0)
+    assert run_ranks(_visible_gpus, 1) == [("", 0)]
+
+
 def _own_tensor() -> torch.Tensor:
     return torch.full((3,), float(dist.get_rank()))
 

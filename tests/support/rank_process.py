@@ -128,6 +128,8 @@ def _write_output_to(path: Path) -> None:
 
 
 def _set_up(place: Place) -> None:
+    if place.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first used
     torch.set_num_threads(1)
     gloo_gathers.install()
     os.environ |= place.variables

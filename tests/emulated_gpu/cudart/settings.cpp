@@ -18,11 +18,17 @@ std::string text(const char* name) {
   return text != nullptr ? text : "";
 }
 
+// As CUDA, apart from lists of devices.
+bool are_hidden() {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible != nullptr && *visible == '\0';
+}
+
 }  // namespace
 
 const Settings& settings() {
   static const auto& read = *new Settings{
-      number("EMULATED_GPU_DEVICES", 1),
+      are_hidden() ? 0 : number("EMULATED_GPU_DEVICES", 1),
       number("EMULATED_GPU_SMS", 132),
       static_cast<std::size_t>(number("EMULATED_GPU_MEMORY_MIB", 16384)) << 20,
       number("EMULATED_GPU_DELAY_US", 0),
