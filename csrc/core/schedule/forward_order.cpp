@@ -5,14 +5,17 @@
 namespace fsdp {
 namespace {
 
-// At most this many calls may await their backward. The backward of an older forward only loses its
-// order and its prefetch.
+// At most this many forwards and calls may await their backward. The backward of an older forward
+// only loses its order and its prefetch.
+constexpr std::size_t kMostForwards = 256;
 constexpr CallId kMostCalls = 1 << 14;
 
 }  // namespace
 
 void ForwardOrder::begin_forward(bool forgets_all) {
-  const CallId oldest = next_call_ - kMostCalls;
+  const CallId oldest = std::max(
+      next_call_ - kMostCalls,
+      passes_.size() < kMostForwards ? 0 : passes_[passes_.size() - kMostForwards + 1].first);
   const auto is_forgotten = [&](const ForwardPass& pass) {
     return pass.is_done || forgets_all || pass.first < oldest;
   };
