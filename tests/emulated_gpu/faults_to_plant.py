@@ -239,8 +239,8 @@ NOT_SEEN = {
         "at its end a backward waits for all of its messages; only a bucket whose units differ "
         "packs there again within the same backward"
     ),
-    "core/reduce/reducer_memory.cpp ensure_gradient_memory: "
-    "device_.compute_stream().wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
+    "core/reduce/reducer_memory.cpp lend: "
+    "compute.wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
     "core/reduce/reducer.cpp wait_for_packing: device_.stream_of(stream).wait("
     "*gradients.bucket->reduction.packed_,": (
         "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
