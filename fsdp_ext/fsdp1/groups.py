@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_ext._util.warn import warn_caller
@@ -51,9 +51,12 @@ def resolve_group(
             "ranks that shard the model, and those that have the same shard."
         )
     devices = [device] if device is not None else [param.device for param in module.parameters()]
-    if strategy in HYBRID and group is None and mesh is None:
-        default = default_device_type(devices)
-        return resolve_mesh(_mesh_by_host(_kind_of(module, device, default)))
+    if group is None and mesh is None:
+        is_on_host = device is not None and device.type == "cpu"
+        default = "cpu" if is_on_host else default_device_type(devices)
+        if strategy in HYBRID:
+            return resolve_mesh(_mesh_by_host(_kind_of(module, device, default)))
+        mesh = init_device_mesh(default, (dist.get_world_size(),))
     dimensions = mesh.ndim if mesh is not None else len(groups)
     if dimensions != (2 if strategy in HYBRID else 1):
         raise ValueError(_wrong_dimensions(strategy, groups, mesh))
@@ -61,7 +64,7 @@ def resolve_group(
         default = "cuda" if "nccl" in dist.get_backend(groups[0]) else "cpu"
         kind = _kind_of(module, device, default)
         mesh = _mesh_of(cast(list[dist.ProcessGroup], groups), kind)
-    mesh = resolve_mesh(mesh, devices)
+    mesh = resolve_mesh(mesh)
     return _replicas_alone(mesh) if is_whole and mesh.size() > 1 else mesh
 
 

@@ -499,6 +499,7 @@ def test_the_error_says_why_a_gpu_cannot_be_used(monkeypatch: pytest.MonkeyPatch
 
 def _no_mesh_where_torch_sees_a_gpu() -> None:
     config = "cpu:gloo,cuda:nccl"
+    host = {"device_id": torch.device("cpu")}
     with FakeTensorMode():
         on_gpu = WithParameter(torch.empty(2, device="cuda"))
     on_host, wrapped = nn.Linear(2, 2), FullyShardedDataParallel
@@ -517,9 +518,14 @@ def _no_mesh_where_torch_sees_a_gpu() -> None:
             for refuse in (fully_shard, wrapped, partial(wrapped, **by_host)):
                 with raises(ValueError, rf"no mesh, and .* for GPUs \('{config}'\)", *advice):
                     refuse(on_host)
+            for shard in (partial(wrapped, **host), partial(wrapped, **host, **by_host)):
+                shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
             mesh = init_device_mesh("cpu", (1,))
             fully_shard(nn.Linear(2, 2), mesh=mesh)(torch.ones(1, 2)).sum().backward()
-        fully_shard(on_host)(torch.ones(1, 2)).sum().backward()  # over gloo it stays on the CPU
+        # Over gloo it stays on the CPU, whether gloo is for all devices or for CPUs alone.
+        fully_shard(on_host)(torch.ones(1, 2)).sum().backward()
+        with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo"):
+            fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_cpu_build_does_not_take_a_gpus_model_to_the_host() -> None:

@@ -124,7 +124,7 @@ def default_device_type(devices: Iterable[torch.device] = ()) -> str:
     if any(device.type == "cuda" for device in devices):
         meant = "the model is on a GPU"
     elif _has_backend_for_gpus():
-        meant = f"the process group is for GPUs ('{dist.get_backend_config()}')"
+        meant = f"the process group has a backend for GPUs ('{dist.get_backend_config()}')"
     else:
         return "cpu"
     raise ValueError(
@@ -141,7 +141,7 @@ def _has_backend_for_gpus() -> bool:
     if not dist.is_initialized():
         return False
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return backends.get("cuda") != backends.get("cpu")
+    return "cuda" in backends and backends["cuda"] != backends.get("cpu")
 
 
 def check_device_type(device_type: str) -> None:
