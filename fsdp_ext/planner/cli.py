@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import argparse
-import pkgutil
+import functools
+import importlib
 import re
 import sys
 import traceback
@@ -163,13 +164,15 @@ def _tensor(text: str) -> Tensor:
 
 
 def _model(text: str) -> nn.Module:
-    if not all(text.partition(":")):
+    name, _, attribute = text.partition(":")
+    if not (name and attribute):
         raise ValueError(
             f"{text!r} is not of the form MODULE:FACTORY, such as my_model:make. FACTORY is a "
             "function without arguments that returns the model."
         )
     try:
-        factory = pkgutil.resolve_name(text)
+        module: object = importlib.import_module(name)
+        factory = functools.reduce(getattr, attribute.split("."), module)
     except Exception as error:
         raise ValueError(
             f"cannot import {text}: {type(error).__name__} ({error}). Name a module as in an "

@@ -944,7 +944,7 @@ def test_the_command_ends_with_2_after_an_error_that_it_does_not_know(
     [
         ("plan_factory", [], "'plan_factory' is not of the form MODULE:FACTORY"),
         ("nowhere:make", [], "cannot import nowhere:make: ModuleNotFoundError"),
-        ("./train.py:make", [], r"cannot import \./train\.py:make: ValueError"),
+        ("./train.py:make", [], r"cannot import \./train\.py:make: TypeError"),
         ("plan_factory:made", [], "cannot import plan_factory:made: AttributeError"),
         ("plan_factory:number", [], "plan_factory:number is not a function"),
         ("plan_factory:needs", [], "plan_factory:needs raised TypeError .* on the meta device"),
