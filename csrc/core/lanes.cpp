@@ -147,7 +147,8 @@ void refuse_after_capture() {
   throw Error(
       "A CUDA graph has captured a step of this model, and its replays use the buffers that this "
       "change would free. Before the capture, change settings and parameters, drop gradients that "
-      "are no longer in .grad, and run a whole step.");
+      "are no longer in .grad, and run a whole step. To change the model now, make and shard it "
+      "anew, and capture again.");
 }
 
 }  // namespace fsdp
