@@ -42,8 +42,8 @@ OLDEST_TORCH = (2, 11)
 OLDEST_CUDA = (12, 5)  # it has cudaGetDriverEntryPointByVersion
 OLDEST_ARCHITECTURE = 80  # bf16 conversions in hardware
 DEFAULT_ARCHITECTURES = (80, 90, 100)
-# What torch's own extensions mean by these names. torch's Blackwell has 10.3 and 12.1, too, where
-# code for 10.0 and 12.0 runs, and which older compilers do not know.
+# What torch's own extensions mean by these names, from Volta on. torch's Blackwell has 10.3 and
+# 12.1, too, where code for 10.0 and 12.0 runs, and which older compilers do not know.
 NAMED_ARCHITECTURES = {
     "Volta": "7.0+PTX",
     "Turing": "7.5+PTX",

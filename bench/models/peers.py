@@ -2,8 +2,8 @@
 
 DeepSpeed's Adam for the host is for `optimizer --peers`.
 
-Each is imported only when it is built, so that a library that is missing or cannot run here is
-listed with its own error. `make bench-peers` installs them.
+Each is imported only when it is built, so that `step` lists a library that is missing or cannot run
+here with its own error. `make bench-peers` installs them.
 """
 
 from __future__ import annotations

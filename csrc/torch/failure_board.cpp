@@ -26,7 +26,7 @@ std::string key_of(int global_rank) { return detail::concat("failed_in/", global
 // Runs `call` on a new thread, which may outlive the caller, and waits for it for a moment. The
 // future has the call's exception, too.
 template <typename Call>
-auto call_apart(Call call) {
+auto call_and_wait(Call call) {
   std::packaged_task<decltype(call())()> task(std::move(call));
   auto answer = task.get_future();
   std::thread(std::move(task)).detach();
@@ -72,7 +72,8 @@ std::string FailureBoard::exchange(const std::string& what, const GroupMembers& 
     return unknown;
   }
   try {
-    auto answer = call_apart([board = *this, what, members] { return board.ask(what, members); });
+    auto answer =
+        call_and_wait([board = *this, what, members] { return board.ask(what, members); });
     if (answer.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
       const std::string heard = answer.get();
       return heard.empty() ? unknown : heard;
@@ -107,8 +108,8 @@ void FailureBoard::tell(const std::string& what, const GroupMembers& members) co
     return;
   }
   try {
-    call_apart([board = board_, key = key_of(members.global_rank),
-                mine = failure_of(members, what)] { board->write(key, mine); });
+    call_and_wait([board = board_, key = key_of(members.global_rank),
+                   mine = failure_of(members, what)] { board->write(key, mine); });
   } catch (const std::exception&) {
     // No thread could be started. The caller reports an error of its own.
   }

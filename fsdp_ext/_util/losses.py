@@ -21,7 +21,7 @@ def resolve_loss(loss: Callable[[Any], Tensor] | None, caller: str) -> Callable[
     """Return a function that makes a scalar of the model's output, and checks it.
 
     It raises TypeError if the user's function returns no tensor, and ValueError if that is not a
-    scalar that requires a gradient. Without a function, it is the mean of the output.
+    scalar that requires a gradient. Without a function, the scalar is the mean of the output.
     """
     if loss is None:
         return functools.partial(_mean_of_output, caller=caller)

@@ -15,7 +15,7 @@ from fsdp_ext import _C
 
 
 class StateEntries:
-    """The entries of an optimizer's states for some parameters, as far as values are noted."""
+    """The entries of an optimizer's states for some parameters, whose values ``is_noted`` takes."""
 
     def __init__(
         self,

@@ -25,8 +25,9 @@
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
 // kernel runs. Before 2.30.7 only the gather lane has windows for it. Its collectives never become
 // symmetric kernels, because sums are on the other lane. From 2.29.0 until 2.31.2, the first gather
-// by copy engines may hang on two ranks, whatever the policy, so the gather lane of two ranks has
-// no windows there: "Copy engines" in docs/design/cuda.md.
+// by copy engines may hang on two ranks. NCCL takes them for some gathers in windows without the
+// policy, too, so the gather lane of two ranks has none there: "Copy engines" in
+// docs/design/cuda.md.
 //
 // Note [groups in registered buffers]
 // With the policy "efficiency", groups end where the sum of their sizes would pass the end of a

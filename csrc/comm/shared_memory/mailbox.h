@@ -71,7 +71,7 @@ struct Issuer {
 // It lies in the rank's arena, and peers only read it.
 struct Mailbox {
   enum class State : std::uint32_t { Active, Failed, Closed };
-  static constexpr std::size_t kReasonBytes = 8192;  // holds the histories of two ranks
+  static constexpr std::size_t kReasonBytes = 8192;  // holds what each rank of a deadlock is in
 
   alignas(64) futex::Word posted{0};    // the last round that the rank has posted
   alignas(64) futex::Word finished{0};  // the last round whose inputs it has finished reading

@@ -1,5 +1,5 @@
 // How a bucket's parameters are gathered, and the state of its last gather, which only the gatherer
-// changes.
+// and its slots change.
 //
 // Note [group shards]
 // With reshard_after_forward=k, the N ranks that share a bucket form N / k groups of k consecutive

@@ -1,5 +1,5 @@
 // The state of one unit's parameters: sharded, on their way, or unsharded. Only the gatherer
-// changes it, apart from what users see between steps.
+// and its slots change it, apart from what users see between steps.
 //
 // Note [states]
 // Sharded -> Gathering (a gather was issued, or a slot with current contents was reacquired) ->

@@ -32,7 +32,8 @@ def swapped_attribute(
     """Return the attribute ``name`` of ``module`` for the C++ side, which swaps its value.
 
     ``parameter`` is the index of its parameter in the unit. A plain attribute is in ``__dict__``,
-    because the unit has a flat parameter. A ``__setattr__`` of the module's class may be called.
+    because the unit has a flat parameter. With ``may_call_setattr``, a ``__setattr__`` of the
+    module's class is called.
     """
     calls_setattr = may_call_setattr and overrides_setattr(module)
     return _C.ModuleAttribute(

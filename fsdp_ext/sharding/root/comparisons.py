@@ -44,7 +44,7 @@ def compare_groups(
 def compare_models(
     units: Sequence[Unit], settings: Sequence[_Line], ranks: MeshRanks, all_gather: AllGather
 ) -> None:
-    """Check that all ranks shard the same parameters, and reduce their gradients alike.
+    """Check that all ranks shard the same parameters with the same settings.
 
     Equal sizes are not enough: in a message, parameters of equal size could be swapped. A name that
     the other rank has nowhere says nothing, since a rank may wrap modules that it looks at. The
@@ -61,8 +61,8 @@ def compare_models(
             raise ValueError(
                 f"ranks have different models: {ranks.named([0])} has {here} where "
                 f"{ranks.named([rank])} has {there}. Make the model the same on every rank, for "
-                "example from a sorted list instead of a set, and also its fully_shard calls, "
-                "frozen parameters, mp_policy and divide factors."
+                "example from a sorted list instead of a set, and also its fully_shard calls with "
+                "their arguments, frozen parameters and divide factors."
             )
 
 

@@ -101,7 +101,7 @@ def _is_in_use(sharded: nn.Parameter, besides: Unit) -> bool:
 
 
 class Unit(ParamGroup):
-    """The parameters of one ``fully_shard`` call that are in no other unit, with their names.
+    """The parameters of one ``fully_shard`` call that are in no other unit.
 
     ``shard_dims`` has the sharded dimension of those that are not sharded on dimension 0.
     """
