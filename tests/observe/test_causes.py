@@ -232,7 +232,9 @@ def recording_of(*iterations: Iteration, is_simulated: bool = False) -> Recordin
             SimpleNamespace(name=name, params=[], ranks=ranks, device=torch.device("cpu"))
             for name in ("root", "1", "2")
         ],
-        impl=SimpleNamespace(unsharded_bytes=lambda: [0, 1000, 1000]),
+        impl=SimpleNamespace(
+            layout_of=lambda number: SimpleNamespace(unsharded_bytes=1000 if number else 0)
+        ),
         lanes=SimpleNamespace(transport="simulated", is_simulated=is_simulated),
     )
     recording = Recording(root, kept=len(iterations))
