@@ -276,6 +276,9 @@ class FlatStep(FusedSteps):
         asked.add(part)
         return known
 
+    # In inference mode, it would make states that later steps outside could not change.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
         clipping = self._clipping_now

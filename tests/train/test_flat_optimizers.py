@@ -422,6 +422,20 @@ def _gradients_may_be_held() -> None:
         assert torch.equal(grad.to_local(), expected)
 
 
+def _steps_may_be_in_inference_mode() -> None:
+    """Also the first one, which makes states: later steps outside can change ours."""
+    options: list[dict[str, Any]] = [{}, {"foreach": True}, {"kind": SGD, "momentum": 0.9}]
+    for given in options:
+        pair = Pair(**given)
+        for number in range(4):
+            for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+                optimizer.zero_grad()
+                backward(model, number)
+                with torch.inference_mode(optimizer is pair.ours and number % 2 == 0):
+                    optimizer.step()
+            pair.compare()
+
+
 def _parameters_may_be_added() -> None:
     pair = Pair()
     pair.models = [sharded(), sharded()]
@@ -705,6 +719,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _states_may_be_added,
         _parameters_may_be_replaced,
         _gradients_may_be_held,
+        _steps_may_be_in_inference_mode,
         _parameters_may_be_added,
         _gradients_are_unscaled,
         _a_first_step_may_have_no_gradients,
