@@ -559,8 +559,8 @@ class _Scalars:
         self._of_runs = torch.stack([own[name] for _, own in states])
         for (_, own), value in zip(states, self._of_runs.unbind(), strict=True):
             own[name] = value
-        counts = torch.tensor([len(run.params) for run, _ in states])
-        self._run_of = torch.arange(len(states)).repeat_interleave(counts).to(self._of_runs.device)
+        run_of = [number for number, (run, _) in enumerate(states) for _ in run.params]
+        self._run_of = torch.tensor(run_of, device=self._of_runs.device)
         self._params = [param for run, _ in states for param in run.params]
         self._of_params = self._of_runs.index_select(0, self._run_of)
         self._version = 0

@@ -436,6 +436,20 @@ def _steps_may_be_in_inference_mode() -> None:
             pair.compare()
 
 
+def _a_first_step_may_have_a_default_device() -> None:
+    pair = Pair(foreach=None, fused=True)
+    for number in range(2):
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            optimizer.zero_grad()
+            backward(model, number)
+            with torch.device("meta"):
+                optimizer.step()
+        for ours, torchs in zip(*(model.parameters() for model in pair.models), strict=True):
+            torch.testing.assert_close(ours.to_local(), torchs.to_local())
+            assert pair.ours.state[ours].keys() == pair.torchs.state[torchs].keys()
+            assert pair.ours.state[ours]["step"] == pair.torchs.state[torchs]["step"] == number + 1
+
+
 def _parameters_may_be_added() -> None:
     pair = Pair()
     pair.models = [sharded(), sharded()]
@@ -720,6 +734,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
         _parameters_may_be_replaced,
         _gradients_may_be_held,
         _steps_may_be_in_inference_mode,
+        _a_first_step_may_have_a_default_device,
         _parameters_may_be_added,
         _gradients_are_unscaled,
         _a_first_step_may_have_no_gradients,
