@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_ext.comm.transports import device_of
 from fsdp_ext.sharding.params.dtensors import sharded_dims
 from fsdp_ext.sharding.params.flat_parameter import is_flat
+from fsdp_ext.sharding.params.ownership import own_grad_dtype
 from fsdp_ext.sharding.root.unit import Unit
 
 
 def norm_dtype(params: Iterable[Any]) -> torch.dtype:
     """Return the dtype in which the norm of gradients of ``params`` is computed."""
-    return promoted([torch.float32, *{param.dtype for param in params}])
+    return promoted([torch.float32, *{own_grad_dtype(param) or param.dtype for param in params}])
 
 
 def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:

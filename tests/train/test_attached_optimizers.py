@@ -414,6 +414,18 @@ def _clipping() -> None:
     _clip(2.0, mp_policy=half)
 
 
+class OtherGradients(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for param in [*self.parameters()][::2]:
+            param.grad_dtype = torch.float64
+
+
+def _clipping_of_gradients_in_another_dtype() -> None:
+    _clip(2.0, OtherGradients, make=sgd)
+    _clip_by_unit(2.0, OtherGradients)
+
+
 def _clipping_with_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _clip(2.0, OtherExperts, mesh=mesh)
@@ -484,7 +496,7 @@ class ClipByUnit:
                 for grad in grads:
                     grad.to_local().mul_(scale)
         norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        torch.testing.assert_close(self.pair.optimizers[0].grad_norm, norm)
+        torch.testing.assert_close(self.pair.optimizers[0].grad_norm.float(), norm)
 
 
 def _clip_by_unit(
@@ -676,6 +688,7 @@ def _checked_steps() -> None:
         (_gradient_penalties, 2),
         (_checked_steps, 2),
         (_clipping, 2),
+        (_clipping_of_gradients_in_another_dtype, 2),
         (_clipping_with_replicas, 4),
         (_clipping_of_tensor_parallel_parameters, 4),
         (_clipping_goes_on_after_a_checkpoint, 2),

@@ -940,6 +940,26 @@ def _norms_follow_the_dtype() -> None:
     assert fsdp_ext.clip_grad_norm_(model, 1.0).dtype == torch.float64
 
 
+def _norms_follow_the_dtype_of_gradients() -> None:
+    """Beside the unsharded model, with gradients in float64 of some parameters in float32."""
+    found = []
+    for shard, clip in (
+        (fully_shard, fsdp_ext.clip_grad_norm_),
+        (lambda model: model, nn.utils.clip_grad_norm_),
+    ):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        for layer in model:
+            layer.weight.grad_dtype = torch.float64
+        shard(model)
+        model(torch.ones(2, 3)).sum().backward()
+        for given in (model[0].weight, model.parameters()):
+            found.append([clip(given, 0.1), *map(whole, _grads_of(model))])
+    for ours, unsharded in zip(found[:2], found[2:], strict=True):
+        assert ours[0].dtype == torch.float64
+        torch.testing.assert_close(ours, unsharded)
+
+
 def _a_norm_that_is_not_finite_changes_no_later_one() -> None:
     """A scaler leaves out a step, beside FSDP2."""
     for set_to_none in (True, False):
@@ -1046,6 +1066,7 @@ def _clipping_keeps_no_model() -> None:
         (_norms_of_tensor_parallel_parameters, 4),
         (_norms_do_not_depend_on_addresses, 2),
         (_norms_follow_the_dtype, 2),
+        (_norms_follow_the_dtype_of_gradients, 2),
         (_norms_of_complex_gradients, 1),
         (_a_norm_that_is_not_finite_changes_no_later_one, 2),
         (_clipping_keeps_no_model, 2),
