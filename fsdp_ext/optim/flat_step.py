@@ -449,14 +449,24 @@ class _Group:
 
     def end_step(self, states: dict[Any, Any]) -> None:
         """Give each parameter its part of new states, and the scalars of this step."""
+        has_new = not _C.same_objects(self._values_of_runs(), self._published)
+        if has_new:
+            self._add_in_order(states)
         for each in self._alone:
             each.end_step(states)
         self._alone = []
-        values = self._values_of_runs()
-        if not _C.same_objects(values, self._published):
+        if has_new:
             self._publish(states)
         for scalars in self._scalars:
             scalars.follow()
+
+    def _add_in_order(self, states: dict[Any, Any]) -> None:
+        """Let each parameter with states have a dict, in the group's order, as PyTorch's code."""
+        having = {param for run, own in self._states if own for param in run.params}
+        having |= {each.param for each in self._alone if each.states}
+        for param in self.runs.params:
+            if param in having:
+                states.setdefault(param, {})
 
     def _publish(self, states: dict[Any, Any]) -> None:
         """Give each parameter its part of the states of its run."""
@@ -470,7 +480,7 @@ class _Group:
                     new[param][name] = part
         for scalars in self._scalars:  # in place of the runs', in the same order
             scalars.put(new)
-        known = [states.setdefault(param, {}) for param in new]
+        known = [states[param] for param in new]
         # All at once: otherwise, after an interrupt, some parameters would lack their states.
         deque(map(dict.update, known, new.values()), maxlen=0)
         self._published = self._values_of_runs()

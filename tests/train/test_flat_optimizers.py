@@ -258,6 +258,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def assert_same_order(pair: Pair) -> None:
+    ours, torchs = pair.ours.state_dict(), pair.torchs.state_dict()
+    assert list(ours["state"]) == list(torchs["state"])
+
+
 def runs_of(optimizer: Any) -> list[Any]:
     """Return the runs that the last step took."""
     return [run for group in optimizer._every.groups for run in group.runs.runs]
@@ -269,7 +274,27 @@ def _states_are_those_of_torch() -> None:
         pair.train(3)
         units = len(pair.models[0].units()) + 1
         assert len(runs_of(pair.ours)) == units
+        assert_same_order(pair)
         assert pair.ours.state_dict()["param_groups"] == pair.torchs.state_dict()["param_groups"]
+
+
+def _states_are_in_the_order_of_the_groups() -> None:
+    """Also if some gradients are not in flat memory, and if some parameters get theirs later."""
+    pair = Pair()
+    for optimizer in (pair.ours, pair.torchs):
+        optimizer.param_groups[0]["params"].reverse()
+    for is_last in (False, True):
+        for model, optimizer in zip(pair.models, (pair.ours, pair.torchs), strict=True):
+            optimizer.zero_grad()
+            backward(model)
+            for index, param in enumerate(model.parameters()):
+                if index % 3 == 0:
+                    param.grad = param.grad * 0.5
+                elif index % 4 == 0 and not is_last:
+                    param.grad = None
+            optimizer.step()
+        pair.compare()
+        assert_same_order(pair)
 
 
 def _state_dicts_go_both_ways() -> None:
@@ -725,6 +750,7 @@ def _gradients_of_ignored_parameters_are_zeroed() -> None:
     [
         _gradients_of_ignored_parameters_are_zeroed,
         _states_are_those_of_torch,
+        _states_are_in_the_order_of_the_groups,
         _state_dicts_go_both_ways,
         _distributed_state_dicts_go_both_ways,
         _default_options_go_both_ways,
