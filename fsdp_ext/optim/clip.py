@@ -166,7 +166,7 @@ class _Gradients:
 
     def __init__(self, params: list[Any]) -> None:
         self._given = params
-        params = _sharded(params)
+        params = list(dict.fromkeys(_sharded(params)))
         owners = owners_of(units_alive())
         ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
         self.runs = FlatRuns(params, ranks.get)

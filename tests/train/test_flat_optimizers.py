@@ -915,6 +915,27 @@ def _norms_agree_if_a_rank_has_no_gradient() -> None:
     assert fsdp_ext.clip_grad_norm_(first, 100.0) == total**0.5
 
 
+def _parameters_given_twice_count_once() -> None:
+    """In flat memory, elsewhere, and without sharding."""
+    for moved in (False, True):
+        model = sharded()
+        backward(model)
+        params = list(model.parameters())
+        if moved:
+            for param in params:
+                param.grad = param.grad.clone()
+        before = [grad.to_local().clone() for grad in _grads_of(model)]
+        norm = fsdp_ext.clip_grad_norm_([*params, *params[:3]], math.inf)
+        assert torch.equal(norm, fsdp_ext.clip_grad_norm_(params, math.inf))
+        fsdp_ext.clip_grad_norm_([*params, *params[:3]], 0.05)
+        for grad, value in zip(_grads_of(model), before, strict=True):
+            torch.testing.assert_close(grad.to_local(), value * (0.05 / norm))
+    plain = nn.Parameter(torch.zeros(1))
+    plain.grad = torch.tensor([2.0])
+    assert fsdp_ext.clip_grad_norm_([plain, plain], 1.0) == 2
+    torch.testing.assert_close(plain.grad, torch.tensor([1.0]))
+
+
 def _norms_of_several_meshes() -> None:
     """One unit is on all ranks, one on pairs of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -1088,6 +1109,7 @@ def _clipping_keeps_no_model() -> None:
         (_norms_are_those_of_torch, 3),
         (_units_may_be_unsharded, 2),
         (_norms_agree_if_a_rank_has_no_gradient, 2),
+        (_parameters_given_twice_count_once, 2),
         (_norms_of_several_meshes, 4),
         (_norms_of_tensor_parallel_parameters, 4),
         (_norms_do_not_depend_on_addresses, 2),
