@@ -58,7 +58,7 @@ class FlatStep(FusedSteps):
         foreach: as PyTorch's.
         fused: as PyTorch's, but a group with None for this and ``foreach`` has a fused step where
             possible: Note [fused steps] in optim/fused_steps.py.
-        differentiable: has to be false.
+        differentiable: has to be false, also in each group.
         kwargs: other options of PyTorch's optimizer.
 
     Raises:
@@ -74,12 +74,22 @@ class FlatStep(FusedSteps):
         differentiable: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._check_differentiable(differentiable)
+        super().__init__(params, *args, **{**kwargs, "foreach": foreach, "fused": fused})
+
+    @_disable_dynamo
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as PyTorch's does."""
+        if isinstance(param_group, dict):
+            self._check_differentiable(param_group.get("differentiable", False))
+        super().add_param_group(param_group)
+
+    def _check_differentiable(self, differentiable: bool) -> None:
         if differentiable:
             raise ValueError(
                 f"fsdp_ext.optim.{type(self).__name__} got differentiable=True, but it steps flat "
                 f"memory in place. Use torch.optim.{type(self).__name__}."
             )
-        super().__init__(params, *args, **{**kwargs, "foreach": foreach, "fused": fused})
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1143,8 +1143,17 @@ def _bad_arguments_say_what_is_wrong() -> None:
         with pytest.raises(RuntimeError, match="non-finite"):
             fsdp_ext.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
         assert fsdp_ext.clip_grad_norm_(model, 1.0, norm_type).isnan()
+    params = list(model.parameters())
     with pytest.raises(ValueError, match="differentiable=True"):
-        AdamW(model.parameters(), differentiable=True)
+        AdamW(params, differentiable=True)
+    group = {"params": params[1:], "differentiable": True}
+    with pytest.raises(ValueError, match="differentiable=True"):
+        AdamW([{"params": params[:1]}, group])
+    optimizer = AdamW(params[:1])
+    with pytest.raises(ValueError, match="differentiable=True"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
     early = Stack()
     optimizer = AdamW(early.parameters())
     for unit in early.units():
