@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.comm.costs import link_of_buckets
 from fsdp_ext.comm.link import Link
 from fsdp_ext.comm.transports import Transport
@@ -28,7 +29,13 @@ from fsdp_ext.planner.arguments import Target
 from fsdp_ext.planner.flops import count_flops
 from fsdp_ext.planner.fsdp2 import fsdp2_peak
 from fsdp_ext.planner.result import Plan
-from fsdp_ext.planner.sizes import bucket_sizes, find_buckets, memory_of, unit_sizes
+from fsdp_ext.planner.sizes import (
+    bucket_sizes,
+    find_buckets,
+    memory_of,
+    optimizer_tensors,
+    unit_sizes,
+)
 from fsdp_ext.planner.times import StepCosts, UnitSeconds, predict_plan
 from fsdp_ext.planner.units import PlannedRoot, Units, units_of_plain, units_of_sharded
 from fsdp_ext.sharding.api import arguments as of_sharding
@@ -57,6 +64,7 @@ def plan(
     device_type: str | None = None,
     optimizer_states: int = 2,
     optimizer_attached: bool | None = None,
+    optimizer_fused: bool = False,
     batch: Any = None,
     flops_per_second: float | None = None,
     compute: Mapping[str, Sequence[float]] | None = None,
@@ -71,11 +79,13 @@ def plan(
     the same buckets and buffers in its first iteration, and later if forward runs modules in that
     order.
 
-    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Times
-    are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute, collectives,
-    the updates of an attached optimizer and, with ``copies``, casts and copies. They do not include
-    a step after backward. A unit that encloses other units is taken to compute before them, except
-    for the root.
+    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Of what
+    the optimizer's step allocates and frees, only AdamW's part is known (``optimizer_fused``).
+
+    Times are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute,
+    collectives, the updates of an attached optimizer and, with ``copies``, casts and copies. They
+    do not include a step after backward. A unit that encloses other units is taken to compute
+    before them, except for the root.
 
     Args:
         model: a model that ``fully_shard`` was applied to or that ``FullyShardedDataParallel``
@@ -109,6 +119,10 @@ def plan(
         optimizer_attached: True or False: whether an attached optimizer of ``fsdp_ext.optim`` steps
             all parameters in backward. None: as the units of a sharded model are set; a plain model
             has none. NCCL's registered gradients, which stay allocated, are not counted.
+        optimizer_fused: whether the optimizer's step is fused: with ``fused=True``, or with one of
+            ``fsdp_ext.optim``. Otherwise AdamW (2 or more states) on GPUs is taken to be PyTorch's
+            default, ``foreach``. Its step allocates one more tensor of its size for each trainable
+            parameter.
         batch: what one rank calls the model with: a tensor, a tuple of arguments, or a mapping of
             keywords. It is used to count floating-point operations
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors
@@ -174,7 +188,9 @@ def plan(
     if seconds is not None:
         on_lane = target.device_type == "cuda"
         costs = StepCosts(seconds, links[0], contention, copies, links[1], on_lane)
-    result = _result(root, target, links, flops, costs, optimizer_states)
+    is_fused = as_bool("plan", "optimizer_fused", optimizer_fused)
+    tensors = optimizer_tensors(optimizer_states, target.device_type, is_fused=is_fused)
+    result = _result(root, target, links, flops, costs, tensors)
     _check_limit(result, memory_limit)
     return result
 
@@ -202,11 +218,11 @@ def _result(
     links: tuple[Link, Link | None],
     flops: list[tuple[int, int]] | None,
     costs: StepCosts | None,
-    optimizer_states: int,
+    tensors: tuple[int, int],
 ) -> Plan:
     found = find_buckets(root, target.transports, target.device_type)
     within, between = links
-    memory = memory_of(root, found, optimizer_states, target.device_type)
+    memory = memory_of(root, found, tensors, target.device_type)
     return Plan(
         model=type(root.module).__name__,
         world_size=target.ranks.shards * target.ranks.replicas,
@@ -216,7 +232,7 @@ def _result(
         bucket_bytes=root.settings.bucket_bytes[0],
         units=unit_sizes(root, found, flops),
         buckets=bucket_sizes(root, found),
-        memory=replace(memory, fsdp2_peak=fsdp2_peak(root, optimizer_states)),
+        memory=replace(memory, fsdp2_peak=fsdp2_peak(root, tensors)),
         prediction=None if costs is None else predict_plan(root, found, costs),
         replicas=target.ranks.replicas,
         replica_link=between,

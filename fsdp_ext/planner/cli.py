@@ -110,6 +110,7 @@ def _add_options(add: Callable[..., object]) -> None:
     add("--optimizer-states", **number, default=2, help=states)
     attached = "the optimizer steps units in backward; see optimizer.attach(model)"
     add("--optimizer-attached", action="store_const", const=True, help=attached)
+    add("--optimizer-fused", action="store_true", help="the optimizer's step is fused")
     add("--world-size", **number, required=True, help="number of all ranks")
     replicas = "how many ranks have the same shard, for hybrid sharding; by default 1"
     add("--replicas", **number, help=replicas)

@@ -12,13 +12,14 @@ from collections.abc import Hashable, Iterable
 
 from torch import nn
 
+from fsdp_ext.planner.sizes import trained_bytes
 from fsdp_ext.planner.units import Moment, PlannedParam, PlannedRoot, PlannedUnit
 from fsdp_ext.sharding.api.handles import HAS_FINALIZATION
 
 _FREES_BEFORE_COPIES = HAS_FINALIZATION  # both since torch 2.15
 
 
-def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
+def fsdp2_peak(root: PlannedRoot, tensors: tuple[int, int]) -> int | None:
     """Return the most bytes that FSDP2 allocates on the first rank, without activations.
 
     Gradients are None at the start of the step, the optimizer's states exist already, and each
@@ -26,7 +27,8 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
 
     Args:
         root: the planned units. FSDP2 has the same ones, with the same settings.
-        optimizer_states: how many tensors the optimizer keeps per trained parameter.
+        tensors: how many the optimizer keeps per trained parameter, and how many its step
+            allocates.
 
     Returns:
         The bytes on the device, or None where the walk does not know FSDP2's rules: if one rank has
@@ -44,14 +46,14 @@ def fsdp2_peak(root: PlannedRoot, optimizer_states: int) -> int | None:
         if unit.params
     }
     step = _Step(groups)
-    for unit in root.units:
-        if unit.settings.offloads:
-            continue  # the host has them
-        trained = sum(_shard_bytes(unit, param) for param in unit.params if param.is_trained)
+    on_device = [unit for unit in root.units if not unit.settings.offloads]
+    for unit in on_device:
         step.hold("shards", unit, sum(_shard_bytes(unit, param) for param in unit.params))
-        step.hold("optimizer states", unit, optimizer_states * trained)
+        step.hold("optimizer states", unit, tensors[0] * trained_bytes(unit))
     step.forward(moment for moment in root.moments() if moment.unit.params)
     step.backward(moment for moment in root.backward_moments if moment.unit.params)
+    for unit in on_device:
+        step.hold("optimizer temporaries", unit, tensors[1] * trained_bytes(unit))
     return step.peak
 
 
@@ -150,6 +152,7 @@ class _Step:
                 self._post_backward(unit)
             self._free("reduce-scatter output", unit)
             self._free("all-gather output", unit)  # prefetched without a backward
+        self._free("reduce-scatter input", self._reduced)
 
     def _unshard(self, unit: PlannedUnit) -> None:
         """``foreach_all_gather``: shards are cast, and then copied into their part of the output.

@@ -138,6 +138,7 @@ def _memory_lines(memory: PlannedMemory) -> list[str]:
         ("units that stay unsharded", memory.kept_unsharded),
         ("gradients in flight, at most", memory.gradients_in_flight),
         ("messages in flight", memory.message_staging),
+        ("temporaries of the optimizer's step", memory.optimizer_temporaries),
         ("peak without activations", memory.peak),
         ("FSDP2's peak without activations", memory.fsdp2_peak),
         *([("in the host's memory", memory.on_host)] if memory.on_host else []),

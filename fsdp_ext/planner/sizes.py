@@ -77,6 +77,7 @@ class PlannedMemory:
         kept_unsharded: units that stay unsharded after forward.
         gradients_in_flight: the most that unsharded gradients take at once.
         message_staging: messages of a composed collective.
+        optimizer_temporaries: what the optimizer's step allocates and frees.
         on_host: bytes of offloaded units in the host's memory: shards, gradients and optimizer
             states.
         fsdp2_peak: the peak of FSDP2 with the same units (``planner/fsdp2.py``); None if it is not
@@ -97,16 +98,22 @@ class PlannedMemory:
     kept_unsharded: int
     gradients_in_flight: int
     message_staging: int
+    optimizer_temporaries: int = 0
     on_host: int = 0
     fsdp2_peak: int | None = None
 
     @property
     def peak(self) -> int:
-        """The sum, without activations, inputs, module buffers and unused allocator memory."""
+        """The sum, without activations, inputs, module buffers and unused allocator memory.
+
+        Unsharded gradients are gone when the optimizer's step begins, so the larger of them and of
+        its temporaries counts.
+        """
         of_units = self.shards + self.gradients + self.optimizer_states + self.gather_inputs
         buffers = self.ring + self.staging + self.reduce_input + self.reduce_output
         buffers += self.message_staging + self.group_shards
-        return of_units + buffers + self.kept_unsharded + self.gradients_in_flight
+        passing = max(self.gradients_in_flight, self.optimizer_temporaries)
+        return of_units + buffers + self.kept_unsharded + passing
 
 
 def find_buckets(root: PlannedRoot, transports: tuple[str, str], device_type: str) -> _C.MemoryPlan:
@@ -174,18 +181,34 @@ def all_reduce_bytes(root: PlannedRoot, bucket: _C.PlannedBucket) -> int:
     return bucket["reduce_bytes"] // first.world_size if first.replicas > 1 else 0
 
 
+def optimizer_tensors(states: int, device_type: str, *, is_fused: bool) -> tuple[int, int]:
+    """Return how many tensors an optimizer keeps per parameter, and how many its step allocates.
+
+    On GPUs, PyTorch's optimizers step all parameters together by default, and Adam's and AdamW's
+    square root of a state is a tensor of each parameter's size (``_multi_tensor_adam``). Those
+    with fewer states are taken to allocate nothing, and so are steps one parameter at a time.
+    """
+    allocates = states > 1 and device_type == "cuda" and not is_fused
+    return states, int(allocates)
+
+
 def memory_of(
-    root: PlannedRoot, found: _C.MemoryPlan, optimizer_states: int, device_type: str
+    root: PlannedRoot, found: _C.MemoryPlan, tensors: tuple[int, int], device_type: str
 ) -> PlannedMemory:
-    """Return the memory of the first rank, without FSDP2's peak."""
-    shards, states, on_host = 0, 0, 0
+    """Return the memory of the first rank, without FSDP2's peak.
+
+    ``tensors`` are the :func:`optimizer_tensors`.
+    """
+    shards, states, temporaries, on_host = 0, 0, 0, 0
     for unit, layout in zip(root.units, root.layouts, strict=True):
-        of_states = optimizer_states * _trained_bytes(unit)
+        of_states = tensors[0] * trained_bytes(unit)
         if unit.settings.offloads:
             on_host += layout.shard_bytes + layout.gradient_bytes + of_states
         else:
             shards += layout.shard_bytes
             states += of_states
+            # An attached optimizer steps flat memory by PyTorch's fused code.
+            temporaries += 0 if unit.frees_gradients else tensors[1] * trained_bytes(unit)
     return PlannedMemory(
         shards=shards,
         gradients=_sharded_gradients(root, found, lends=device_type == "cuda"),
@@ -201,6 +224,7 @@ def memory_of(
         kept_unsharded=found["kept_bytes"],
         gradients_in_flight=_gradients_in_flight(root, found),
         message_staging=found["message_staging_bytes"],
+        optimizer_temporaries=temporaries,
         on_host=on_host,
     )
 
@@ -223,7 +247,7 @@ def _sharded_gradients(root: PlannedRoot, found: _C.MemoryPlan, *, lends: bool) 
     return staying + max((sum(pair) for pair in pairwise(updated)), default=0)
 
 
-def _trained_bytes(unit: PlannedUnit) -> int:
+def trained_bytes(unit: PlannedUnit) -> int:
     """Return the bytes that the first rank trains."""
     return sum(
         unit.shard_numel(param) * param.dtype.itemsize for param in unit.params if param.is_trained

@@ -65,9 +65,10 @@ def tune(
         loss: makes a scalar of the model's output; by default the mean of its floating-point
             tensors.
         memory_limit: bytes that a rank may hold without activations, as :func:`fsdp_ext.plan`
-            counts them; the smallest of all ranks counts. Settings that need more are not run,
-            except the one in use before. With a limit, more units may stay unsharded after forward.
-            Without a limit, no more units do, and memory may grow to 1.25 times as much.
+            counts them without ``optimizer_fused``; the smallest of all ranks counts. Settings that
+            need more are not run, except the one in use before. With a limit, more units may stay
+            unsharded after forward. Without a limit, no more units do, and memory may grow to 1.25
+            times as much.
         optimizer_states: how many tensors of its size the optimizer keeps for each parameter; 2 for
             AdamW.
         steps: how many steps each measurement takes.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_ext.comm.costs import default_bucket_bytes
-from fsdp_ext.planner.sizes import find_buckets, memory_of
+from fsdp_ext.planner.sizes import find_buckets, memory_of, optimizer_tensors
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRoot
 from fsdp_ext.sharding.params.settings import Choice, Decision
@@ -62,11 +62,12 @@ def predict_all(
     """
     planned, on = PlannedRoot(copied, root.link), root.units[0].device.type
     transports = (root.lanes.transport, (root.replicas or root.lanes).transport)
+    tensors = optimizer_tensors(optimizer_states, on, is_fused=False)
     candidates = []
     for choice in found:
         planned.decide(Decision(choice))
         buckets = find_buckets(planned, transports, on)
-        memory = memory_of(planned, buckets, optimizer_states, on).peak
+        memory = memory_of(planned, buckets, tensors, on).peak
         seconds = predict_plan(planned, buckets, costs).step
         candidates.append(Candidate(choice, len(buckets["buckets"]), memory, seconds))
     return candidates

@@ -450,9 +450,30 @@ def test_attached_optimizers_leave_gradients_of_two_buckets_on_gpus() -> None:
     shards = [unit.shard for unit in usual.units]  # as large as the gradients
     assert usual.memory.gradients == sum(shards)
     assert attached.memory.gradients == max(map(sum, itertools.pairwise(shards))) < sum(shards)
-    assert attached.memory == replace(usual.memory, gradients=attached.memory.gradients)
+    assert attached.memory == replace(
+        usual.memory, gradients=attached.memory.gradients, optimizer_temporaries=0
+    )
     on_host = plan(model, 8, **arguments, device_type="cpu", optimizer_attached=True)
     assert on_host == plan(model, 8, **arguments, device_type="cpu")
+
+
+def test_the_peak_may_be_in_the_step_of_an_optimizer_that_is_not_fused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+    model[0].requires_grad_(False)
+    arguments: dict[str, Any] = {"world_size": 2, "units": nn.Linear, "bucket_bytes": 0}
+    foreach = plan(model, **arguments).memory
+    shard = 64 * 32 * 4
+    assert foreach.optimizer_temporaries == 8 * shard > foreach.gradients_in_flight
+    fused = plan(model, **arguments, optimizer_fused=True).memory
+    assert (fused.optimizer_temporaries, fused.gradients) == (0, foreach.gradients)
+    assert foreach.peak - fused.peak == 8 * shard - fused.gradients_in_flight
+    with pytest.raises(ValueError, match="memory_limit"):
+        plan(model, **arguments, memory_limit=fused.peak)
+    plan(model, **arguments, optimizer_fused=True, memory_limit=fused.peak)
+    # On the host, PyTorch steps one parameter at a time. SGD takes no square root.
+    for others in ({"device_type": "cpu"}, {"optimizer_states": 1}):
+        assert plan(model, **arguments, **others).memory.optimizer_temporaries == 0
 
 
 def _attached_to_a_part() -> None:
@@ -761,6 +782,7 @@ def _tied() -> nn.Module:
             "Pass `compute` with three numbers a unit; the third is the optimizer's seconds",
         ),
         (on_meta, {"optimizer_attached": "yes"}, TypeError, "optimizer_attached"),
+        (on_meta, {"optimizer_fused": "yes"}, TypeError, "optimizer_fused"),
         (
             on_meta,
             {"optimizer_attached": True, "offload_policy": CPUOffloadPolicy()},
