@@ -153,7 +153,8 @@ class FlatStep(FusedSteps):
         buckets have gradients at a time. Each backward with gradient sync is a step, and belongs to
         one forward. Call ``step()`` after it as before: schedulers need it, and it steps parameters
         that still have a gradient. Groups are read when a unit is stepped, so change a learning
-        rate only between ``step()`` and the next forward.
+        rate only between ``step()`` and the next forward. PyTorch's ``clip_grad_norm_``, and step
+        pre-hooks that change gradients, find none and do nothing: pass ``max_norm`` to clip.
 
         After an error in backward, each unit has either stepped once, or has its old parameters and
         states and no gradient. On the host, the units of the last two buckets before the error have

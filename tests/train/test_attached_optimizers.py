@@ -720,6 +720,7 @@ def _errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="without sharded parameters of this optimizer"):
         optimizer.attach(nn.Linear(2, 2))
     pair.train(1)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0, "PyTorch's finds no gradients"
     for refused in (fsdp_ext.health, partial(fsdp_ext.clip_grad_norm_, max_norm=1.0)):
         with pytest.raises(RuntimeError, match="gradients no longer exist"):
             refused(model)
