@@ -255,17 +255,20 @@ class WholeView final : public torch::autograd::ViewFunc {
   NodePtr first_;
 };
 
+using torch::autograd::CreationMeta;
+
+at::Tensor without_history(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  return tensor.detach();
+}
+
 // Returns a view of the tensor that is an output of the node. An in-place change of either changes
-// the values and the history of the other.
-at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node) {
-  at::Tensor data;
-  {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    data = tensor.detach();
-  }
+// the values and the history of the other. `creation` may forbid such a change.
+at::Tensor view_of(const at::Tensor& tensor, const NodePtr& node,
+                   CreationMeta creation = CreationMeta::DEFAULT) {
   const at::Tensor view = torch::autograd::as_view(
-      tensor, data, /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
-      std::make_unique<WholeView>(node), /*rev_view_func=*/at::alias);
+      tensor, without_history(tensor), /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/true,
+      std::make_unique<WholeView>(node), /*rev_view_func=*/at::alias, creation);
   torch::autograd::set_history(view, node);
   return view;
 }
@@ -282,7 +285,7 @@ bool has_new_history(const at::Tensor& tensor, const Node* node) {
 // Whether PyTorch raises if the tensor is used after an in-place change.
 bool is_forbidden_to_change(const at::Tensor& tensor) {
   const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
-  return view != nullptr && view->get_creation_meta() != torch::autograd::CreationMeta::DEFAULT;
+  return view != nullptr && view->get_creation_meta() != CreationMeta::DEFAULT;
 }
 
 // From now on, autograd sends the tensor's gradient along the edge.
@@ -407,6 +410,16 @@ at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<Torc
   NodePtr node = make_node<PostBackwardNode>(std::move(unit), call);
   node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
   return view_of(tensor, node);
+}
+
+at::Tensor with_history_of(const at::Tensor& tensor, const at::Tensor& values) {
+  const auto after = [](const at::Tensor& source) {
+    return make_input_node(torch::autograd::impl::gradient_edge(source));
+  };
+  const at::Tensor base = without_history(values);
+  torch::autograd::impl::set_version_counter(base, torch::autograd::impl::version_counter(tensor));
+  torch::autograd::set_history(base, after(tensor));
+  return view_of(base, after(base), CreationMeta::IN_CUSTOM_FUNCTION);
 }
 
 InputWatch::InputWatch(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> others,

@@ -31,6 +31,9 @@
 // input as it is, the caller gets a view of it, and the view's node tells when backward reaches the
 // unit.
 //
+// In place of an AsyncCollectiveTensor, a unit gets another tensor: Note [async inputs] in
+// torch/unit_forward.cpp.
+//
 // Note [outputs on another device]
 // Autograd runs a node on the thread of the device of its gradient, at the same time as nodes of
 // other devices. An output on the host, such as h.sum().cpu(), is reached as soon as backward
@@ -98,6 +101,10 @@ void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchU
 // Returns a view of the tensor, which requires gradients, behind a PostBackwardNode.
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,
                                   CallId call);
+
+// Returns an alias of `values`, whose gradient goes to the tensor, which shares memory with them.
+// Autograd refuses in-place changes of the alias, because the tensor would not get their history.
+at::Tensor with_history_of(const at::Tensor& tensor, const at::Tensor& values);
 
 // Puts a PostBackwardNode in front of a call's inputs while its forward runs: Note [inputs].
 class InputWatch {

@@ -3,6 +3,14 @@
 // node knows one level of autograd and no tangent. Transforms of torch.func have several levels,
 // and forward-mode autograd has tangents. The node would silently lose them, so transforms get no
 // node. The unit's gradients are reduced at the end of backward instead.
+//
+// Note [async inputs]
+// An AsyncCollectiveTensor wraps the result of a collective that may still be in flight.
+// torch.compile replaces it by the tensor inside. If that tensor requires no gradient, as when the
+// AsyncCollectiveTensor is a view, the gradient is lost. If it does, the gradient bypasses the node
+// that watch_inputs puts in front of the input. So a unit waits for such inputs, and its forward
+// gets plain tensors with their memory. Autograd refuses to change these in place, as in FSDP2.
+// Views of the inputs would allow it, but Dynamo cannot trace plain views of such tensors.
 #include "torch/unit_forward.h"
 
 #include <ATen/core/grad_mode.h>
@@ -41,6 +49,26 @@ const PyObject* handled_exception() {
 
 // Whether autograd has a node behind the tensor.
 bool has_history(const at::Tensor& tensor) { return tensor.requires_grad() && !tensor.is_leaf(); }
+
+// Returns a plain tensor if the given one is an AsyncCollectiveTensor that requires a gradient, and
+// else the given one: Note [async inputs].
+at::Tensor wait_if_async(const at::Tensor& tensor) {
+  if (!tensor.requires_grad() || !tensor.key_set().has(c10::DispatchKey::Python)) {
+    return tensor;
+  }
+  const py::object object = py::cast(tensor);
+  const py::object async_type = py::module_::import("torch.distributed._functional_collectives")
+                                    .attr("AsyncCollectiveTensor");
+  if (!py::isinstance(object, async_type)) {
+    return tensor;
+  }
+  const at::NoGradGuard no_gradients;
+  return with_history_of(tensor, object.attr("trigger_wait")().cast<at::Tensor>());
+}
+
+at::Tensor cast_floating_point(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.is_floating_point() ? tensor.to(dtype) : tensor;
+}
 
 }  // namespace
 
@@ -89,8 +117,8 @@ py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::ha
     inputs = to_device(inputs, unit_.device());
   }
   if (!is_summoned(*root)) {
-    inputs = cast(inputs, casts_.inputs);
-    if (entering) {  // nodes of casts belong to the inputs, not to this call
+    inputs = prepare_inputs(inputs);
+    if (entering) {  // nodes of casts and waits belong to the inputs, not to this call
       first_node_ = next_node_number();
     }
     if (at::GradMode::is_enabled()) {
@@ -178,7 +206,7 @@ py::object UnitForward::end(TorchRoot& root, std::size_t index, py::handle retur
   if (outermost) {
     root.leave_forward(output, with_gradient);
   }
-  const py::object result = cast(output, casts_.outputs);
+  const py::object result = cast_outputs(output);
   return result.is(returned) ? py::object(py::none()) : result;
 }
 
@@ -281,12 +309,18 @@ void UnitForward::reset_pending() {
   pending_count_ = 0;
 }
 
-py::object UnitForward::cast(py::handle object, std::optional<at::ScalarType> dtype) const {
-  if (!dtype) {
-    return py::reinterpret_borrow<py::object>(object);
+py::object UnitForward::prepare_inputs(py::handle inputs) const {
+  return map_tensors(inputs, [&](const at::Tensor& tensor) {
+    return wait_if_async(casts_.inputs ? cast_floating_point(tensor, *casts_.inputs) : tensor);
+  });
+}
+
+py::object UnitForward::cast_outputs(py::handle output) const {
+  if (!casts_.outputs) {
+    return py::reinterpret_borrow<py::object>(output);
   }
-  return map_tensors(object, [&](const at::Tensor& tensor) {
-    return tensor.is_floating_point() ? tensor.to(*dtype) : tensor;
+  return map_tensors(output, [&](const at::Tensor& tensor) {
+    return cast_floating_point(tensor, *casts_.outputs);
   });
 }
 

@@ -74,7 +74,8 @@ class UnitForward {
   bool is_summoned(TorchRoot& root) const;
   bool enter_module();
   bool leave_module(std::size_t index);
-  pybind11::object cast(pybind11::handle object, std::optional<at::ScalarType> dtype) const;
+  pybind11::object prepare_inputs(pybind11::handle inputs) const;
+  pybind11::object cast_outputs(pybind11::handle output) const;
   std::shared_ptr<TorchUnit> kept_unit();
   void watch_inputs(std::size_t index, pybind11::handle inputs, CallId call, bool entering);
   pybind11::object end_watch(std::size_t index, pybind11::handle output, CallId call,

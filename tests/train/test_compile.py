@@ -7,12 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
 from support.matrix import exhaustive
 from support.models import Stack
-from support.parity import SYSTEM, Case, Sharded, load_system, train_step, whole
+from support.parity import (
+    ROUNDING,
+    SYSTEM,
+    Case,
+    Sharded,
+    assert_same,
+    load_system,
+    train_step,
+    whole,
+)
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp_ext import fully_shard
 
@@ -94,6 +108,57 @@ def _full_graphs() -> None:
 @pytest.mark.exhaustive
 def test_full_graphs_are_those_of_blocks_as_under_fsdp2() -> None:
     run_ranks(_full_graphs, 1, fresh=True)
+
+
+class Scaled(nn.Linear):
+    def forward(self, inputs: list[Tensor], *, scale: Tensor) -> Tensor:
+        return torch.tanh(super().forward(inputs[0])) * scale
+
+
+class TensorParallel(nn.Module):
+    """Passes two results of collectives in flight to a block: one is a view, one is none."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.first = nn.Embedding(6, 4)
+        self.block = Scaled(4, 4)
+        layouts = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
+        parallelize_module(self, mesh, {"first": RowwiseParallel(**layouts)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = self.first(x)
+        result = all_to_all_single_autograd(view, None, None, dist.group.WORLD)
+        return self.block([view], scale=result)
+
+
+def _async_inputs() -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    gradients = []
+    for system in ("unsharded", "fsdp2", SYSTEM):
+        torch.manual_seed(0)
+        model = TensorParallel(mesh["tp"])
+        if system == SYSTEM:  # compiled without fsdp_ext, the embedding loses its gradient
+            model.block.compile(backend="aot_eager", fullgraph=True)
+        if system != "unsharded":
+            shard = load_system(system).fully_shard
+            shard(model.block, mesh=mesh["dp"])
+            shard(model, mesh=mesh["dp"])
+        model(torch.arange(4).expand(2, 4)).square().sum().backward()
+        gradients.append({name: whole(each.grad) for name, each in model.named_parameters()})
+    unsharded, fsdp2, ours = gradients
+    assert all(gradient.count_nonzero() > 0 for gradient in unsharded.values())
+    assert_same("fsdp_ext against FSDP2", fsdp2, ours, ROUNDING[torch.float32])
+    assert_same("fsdp_ext against unsharded", unsharded, ours, ROUNDING[torch.float32])
+    for system in ("fsdp2", SYSTEM):
+        writes = load_system(system).fully_shard(nn.Sequential(nn.ReLU(True), nn.Linear(4, 4)))
+        leaf = torch.ones(2, 4, requires_grad=True)
+        result = all_to_all_single_autograd(leaf, None, None, dist.group.WORLD)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            writes(result)
+
+
+def test_compiled_blocks_keep_gradients_of_inputs_whose_collectives_are_in_flight() -> None:
+    run_ranks(_async_inputs, 2, fresh=True)
 
 
 def _marks() -> None:
