@@ -56,7 +56,8 @@ def resolve_group(
         default = "cpu" if is_on_host else default_device_type(devices)
         if strategy in HYBRID:
             return resolve_mesh(_mesh_by_host(_kind_of(module, device, default)))
-        mesh = init_device_mesh(default, (dist.get_world_size(),))
+        if dist.is_initialized():
+            mesh = init_device_mesh(default, (dist.get_world_size(),))
     dimensions = mesh.ndim if mesh is not None else len(groups)
     if dimensions != (2 if strategy in HYBRID else 1):
         raise ValueError(_wrong_dimensions(strategy, groups, mesh))

@@ -409,9 +409,7 @@ def _orders_that_differ(skip: bool) -> None:
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_ranks_that_differ_within_a_bucket_raise(skip: bool) -> None:
-    with pytest.raises(
-        RanksFailed, match=r"\(bucket_bytes=1000000, .* where rank 1 has .*\(bucket_bytes=0,"
-    ):
+    with pytest.raises(RanksFailed, match=r"into the same buckets, but rank \d has"):
         run_ranks(_orders_that_differ, 2, skip, fresh=True)
 
 
