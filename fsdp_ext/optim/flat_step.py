@@ -91,7 +91,10 @@ class FlatStep(FusedSteps):
                 f"memory in place. Use torch.optim.{type(self).__name__}."
             )
 
+    # In inference mode, it would make states that later steps outside could not change.
     @_disable_dynamo
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters, as PyTorch's does."""
         loss = None
@@ -287,9 +290,6 @@ class FlatStep(FusedSteps):
         asked.add(part)
         return known
 
-    # In inference mode, it would make states that later steps outside could not change.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _step(self, part: _Part) -> None:
         """Step some of the parameters, by PyTorch's code."""
         clipping = self._clipping_now
