@@ -36,8 +36,9 @@ std::vector<int> parents_of(const std::vector<const UnitConfig*>& units);
 bool are_in_order_of_registration(const std::vector<ForwardEvent>& events);
 
 // Two units share a bucket only if they are on one mesh, are resharded alike, have the same limits
-// of messages and are both offloaded or not. They also have to be cast alike for gathers, unless one
-// sends nothing, and to have gradients of the same dtypes and scales, unless one trains nothing.
+// of messages and are both offloaded or not. They also have to be cast alike for gathers, unless
+// one sends nothing, and to have gradients of the same dtypes and scales, unless one trains
+// nothing.
 //
 // The buckets in order of their first units, each with its units in the order of `events`. Units
 // without events are alone.
