@@ -42,7 +42,7 @@ TEST_F(LedgerTimes, NothingIsRecordedByDefault) {
 TEST_F(LedgerTimes, ASpanLastsAsLongAsTheWorkOfItsStream) {
   ledger_.keep_times(2, 8, /*drained=*/true);
   ledger_.begin_iteration();
-  ledger_.enter_phase(Phase::Backward);
+  ledger_.begin_pass(Phase::Backward, Work::Backward);
   const Issue issue{host_clock::now(), 0, WorkSpan::kNever, true};
   {
     const Timed timed(ledger_, *lane_, Work::Reduce, {2, 4}, {100, issue}, false);
@@ -51,8 +51,8 @@ TEST_F(LedgerTimes, ASpanLastsAsLongAsTheWorkOfItsStream) {
   lane_->synchronize();
   const std::vector<IterationTimes> iterations = ledger_.take_times();
   ASSERT_EQ(iterations.size(), 1U);
-  ASSERT_EQ(iterations[0].spans.size(), 1U);
-  const TimedSpan& timed = iterations[0].spans[0];
+  ASSERT_EQ(iterations[0].spans.size(), 2U);  // the first one is the pass
+  const TimedSpan& timed = iterations[0].spans[1];
   EXPECT_EQ(timed.span.work, Work::Reduce);
   EXPECT_EQ(timed.span.phase, Phase::Backward);
   EXPECT_EQ(timed.span.units.first, 2);

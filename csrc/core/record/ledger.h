@@ -159,15 +159,13 @@ class Ledger {
 
   // A forward or backward begins or ends. The work between belongs to `phase`.
   void begin_pass(Phase phase, Work work) {
-    enter_phase(phase);
+    phase_ = phase;
     pass_ = open(compute_, work, kAllUnits);
   }
   void end_pass() {
     close(pass_, compute_);
-    enter_phase(Phase::Other);
+    phase_ = Phase::Other;
   }
-  // Work issued from now on belongs to `phase`.
-  void enter_phase(Phase phase) { phase_ = phase; }
   Phase phase() const { return phase_; }
 
   // - Times. The ledger keeps the last `iterations` iterations, from the next one on; 0: none.
@@ -176,23 +174,17 @@ class Ledger {
   void keep_times(std::size_t iterations, std::size_t moments, bool drained);
   bool has_times() const { return now_ != nullptr; }
   void begin_iteration();
-  // Later work belongs to no iteration.
-  void leave_iteration() { now_ = nullptr; }
+  // Later work belongs to no iteration and no pass.
+  void leave_iteration() {
+    now_ = nullptr;
+    phase_ = Phase::Other;
+  }
   // Whether the iteration has so many moments that a new one should begin.
   bool is_full() const { return now_ != nullptr && now_->marked > kMostMoments; }
 
   IterationIndex open(Stream& stream, Work work, UnitRange units) {
     return has_times() ? open_at(mark(stream), work, units) : IterationIndex{};
   }
-  // Opens a span that begins at a moment already marked. Call it only if has_times().
-  IterationIndex open_at(std::int32_t begin, Work work, UnitRange units) {
-    now_->spans.push_back({work, phase_, units, begin});
-    return {static_cast<std::int32_t>(now_->spans.size()) - 1, now_->number};
-  }
-  // Opens the span of a collective. With `follows` it begins at the moment that was marked last,
-  // at which a copy on the same stream ended.
-  IterationIndex open(Stream& stream, Work work, UnitRange units,
-                      const IssuedCollective& collective, bool follows);
   void close(IterationIndex& span, Stream& stream) {
     if (span.number != WorkSpan::kNever) {
       end_span(span, stream);
@@ -231,8 +223,19 @@ class Ledger {
     std::vector<IssuedCollective> collectives;
   };
 
+  friend class Timed;
+
   static constexpr std::int32_t kMostMoments = 1 << 16;
 
+  // Opens a span that begins at a moment already marked. Call it only if has_times().
+  IterationIndex open_at(std::int32_t begin, Work work, UnitRange units) {
+    now_->spans.push_back({work, phase_, units, begin});
+    return {static_cast<std::int32_t>(now_->spans.size()) - 1, now_->number};
+  }
+  // Opens the span of a collective. With `follows` it begins at the moment that was marked last,
+  // at which a copy on the same stream ended.
+  IterationIndex open(Stream& stream, Work work, UnitRange units,
+                      const IssuedCollective& collective, bool follows);
   void end_span(IterationIndex& span, Stream& stream);
   IterationTimes times_of(const Iteration& iteration, double begin) const;
   std::int32_t mark(Stream& stream);

@@ -298,7 +298,6 @@ bool Pipeline::reset(After what) try {
   }
   passes_.abandon();
   ledger_.leave_iteration();
-  ledger_.enter_phase(Phase::Other);
   forward_order_.reset();
   return loses_gradients;
 } catch (const Error& error) {
