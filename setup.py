@@ -10,7 +10,7 @@ CMakeLists.txt has the sources and flags, and pyproject.toml everything else abo
                     means the same
     CXX=program     the C++ compiler, also for nvcc
     CUDAHOSTCXX=program
-                    the C++ compiler for nvcc, if it takes no compiler as new as CXX
+                    the C++ compiler for nvcc, if nvcc refuses CXX as too new
     FSDP_WERROR=1   treat compiler warnings of the CPU build as errors
     MAX_JOBS=n      compile at most n files at a time
     TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX"

@@ -1,6 +1,6 @@
 """Libraries besides torch: DeepSpeed, Megatron-FSDP and FairScale, for `step --peers`.
 
-DeepSpeed's Adam for the host is for `optimizer --peers`.
+`optimizer --peers` runs DeepSpeed's AdamW on the host.
 
 Each is imported only when it is built, so that `step` lists a library that is missing or cannot run
 here with its own error. `make bench-peers` installs them.

@@ -19,9 +19,9 @@
 // When memory is planned, where all ranks are together, shards that gathers read move into memory
 // of the lane's communicator. So do gradients that reductions write, but only if that makes the
 // lane's reductions faster. Buckets move one block after the other. A block is freed with its last
-// tensor. If a tensor of one rank has other memory since (Note [held gradients]), all ranks move
-// theirs. Until then that rank reduces into the reduce output, which is registered, too: whether a
-// buffer is registered has to be the same on all ranks. docs/design/cuda.md says why.
+// tensor. If one rank's tensor gets other memory (Note [held gradients]), all ranks move theirs.
+// Until then that rank reduces into the reduce output, which is registered, too: whether a buffer
+// is registered has to be the same on all ranks. docs/design/cuda.md says why.
 //
 // Note [several meshes]
 // Units that fewer ranks share than the root, such as experts, divide the ranks of the root's mesh
@@ -31,7 +31,7 @@
 // - A bucket has units of one mesh.
 // - With replicas, one lane sums the gradients of all meshes, because ranks with the same shard of
 //   the root's unit have the same shards of all units.
-// - Ranks of other meshes may have other sizes, which are not compared with them.
+// - Sizes are compared only among the ranks of one mesh, as meshes may differ.
 // - Buffers that all buckets share are registered with the root's communicators alone, with the
 //   largest number and sizes that any rank needs (Lane::most). Shards and gradients of other meshes
 //   have no windows.

@@ -102,8 +102,8 @@ void ensure_sharded_hook(const at::Tensor& parameter, const std::weak_ptr<TorchU
 at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<TorchUnit> unit,
                                   CallId call);
 
-// Returns an alias of `values`, whose gradient goes to the tensor, which shares memory with them.
-// Autograd refuses in-place changes of the alias, because the tensor would not get their history.
+// Returns an alias of `values`, which share memory with the tensor. The tensor gets the alias's
+// gradient. Autograd refuses in-place changes of the alias: the tensor would lack their history.
 at::Tensor with_history_of(const at::Tensor& tensor, const at::Tensor& values);
 
 // Puts a PostBackwardNode in front of a call's inputs while its forward runs: Note [inputs].

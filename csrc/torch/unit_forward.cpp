@@ -7,7 +7,7 @@
 // Note [async inputs]
 // An AsyncCollectiveTensor wraps the result of a collective that may still be in flight.
 // torch.compile replaces it by the tensor inside. If that tensor requires no gradient, as when the
-// AsyncCollectiveTensor is a view, the gradient is lost. If it does, the gradient bypasses the node
+// AsyncCollectiveTensor is a view, the gradient is lost. Otherwise the gradient bypasses the node
 // that watch_inputs puts in front of the input. So a unit waits for such inputs, and its forward
 // gets plain tensors with their memory. Autograd refuses to change these in place, as in FSDP2.
 // Views of the inputs would allow it, but Dynamo cannot trace plain views of such tensors.
@@ -50,8 +50,8 @@ const PyObject* handled_exception() {
 // Whether autograd has a node behind the tensor.
 bool has_history(const at::Tensor& tensor) { return tensor.requires_grad() && !tensor.is_leaf(); }
 
-// Returns a plain tensor if the given one is an AsyncCollectiveTensor that requires a gradient, and
-// else the given one: Note [async inputs].
+// Waits for an AsyncCollectiveTensor that requires a gradient, and returns a plain tensor. Returns
+// other tensors as they are. See Note [async inputs].
 at::Tensor wait_if_async(const at::Tensor& tensor) {
   if (!tensor.requires_grad() || !tensor.key_set().has(c10::DispatchKey::Python)) {
     return tensor;

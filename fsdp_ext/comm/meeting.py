@@ -294,7 +294,7 @@ def _launcher_keeps_store() -> bool:
 
 
 def first_look(ranks: int) -> float:
-    """Return after which wait to look at processes first, in seconds, for a group of ``ranks``."""
+    """Return the seconds before the first look at the processes of a group of ``ranks``."""
     return _PROCESS_CHECK_INTERVAL + _PROCESS_CHECK_PER_RANK * ranks
 
 

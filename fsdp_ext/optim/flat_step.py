@@ -91,7 +91,7 @@ class FlatStep(FusedSteps):
                 f"memory in place. Use torch.optim.{type(self).__name__}."
             )
 
-    # In inference mode, it would make states that later steps outside could not change.
+    # Steps outside of inference mode could not change states that are made in it.
     @_disable_dynamo
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -157,7 +157,7 @@ class FlatStep(FusedSteps):
         one forward. Call ``step()`` after it as before: schedulers need it, and it steps parameters
         that still have a gradient. Groups are read when a unit is stepped, so change a learning
         rate only between ``step()`` and the next forward. PyTorch's ``clip_grad_norm_``, and step
-        pre-hooks that change gradients, find none and do nothing: pass ``max_norm`` to clip.
+        pre-hooks that change gradients, find no gradients: pass ``max_norm`` to clip.
 
         After an error in backward, each unit has either stepped once, or has its old parameters and
         states and no gradient. On the host, the units of the last two buckets before the error have

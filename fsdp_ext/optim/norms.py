@@ -113,7 +113,7 @@ def _all_reduce(value: torch.Tensor, op: Any, ranks: NormRanks, caller: str) -> 
 
 @contextlib.contextmanager
 def explaining_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Let a collective of a step that fails say what the ranks have to do.
+    """Make errors of a step's collectives say what the ranks have to do.
 
     Only the host sees such errors. Over NCCL, torch's watchdog ends the process.
 

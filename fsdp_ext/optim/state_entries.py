@@ -15,7 +15,7 @@ from fsdp_ext import _C
 
 
 class StateEntries:
-    """The entries of an optimizer's states for some parameters, whose values ``is_noted`` takes."""
+    """An optimizer's state entries for some parameters, if ``is_noted`` accepts their values."""
 
     def __init__(
         self,

@@ -79,8 +79,8 @@ def plan(
     the same buckets and buffers in its first iteration, and later if forward runs modules in that
     order.
 
-    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Of what
-    the optimizer's step allocates and frees, only AdamW's part is known (``optimizer_fused``).
+    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Of the
+    temporaries of the optimizer's step, only AdamW's are known (``optimizer_fused``).
 
     Times are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute,
     collectives, the updates of an attached optimizer and, with ``copies``, casts and copies. They
@@ -120,9 +120,8 @@ def plan(
             all parameters in backward. None: as the units of a sharded model are set; a plain model
             has none. NCCL's registered gradients, which stay allocated, are not counted.
         optimizer_fused: whether the optimizer's step is fused: with ``fused=True``, or with one of
-            ``fsdp_ext.optim``. Otherwise AdamW (2 or more states) on GPUs is taken to be PyTorch's
-            default, ``foreach``. Its step allocates one more tensor of its size for each trainable
-            parameter.
+            ``fsdp_ext.optim``. Otherwise 2 or more states on GPUs stand for PyTorch's default AdamW
+            (``foreach``), whose step allocates one more tensor of each trainable parameter's size.
         batch: what one rank calls the model with: a tensor, a tuple of arguments, or a mapping of
             keywords. It is used to count floating-point operations
             (:func:`fsdp_ext.planner.flops.count_flops`); only shapes and dtypes matter, so tensors

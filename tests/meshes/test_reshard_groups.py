@@ -466,9 +466,9 @@ def _train_with_other_groups() -> str:
 def test_ranks_that_disagree_about_groups_get_an_error_before_they_connect() -> None:
     errors = run_ranks(_train_with_other_groups, RANKS)
     assert errors == RANKS * [
-        "rank 0 shards unit 'blocks.1' over 4 ranks, with 2 as its reshard_after_forward, but rank "
-        "1 shards it over 4 ranks, with no number. Pass one dimension of the same mesh and the "
-        "same reshard_after_forward to fully_shard on all ranks."
+        "rank 0 shards unit 'blocks.1' over 4 ranks (reshard_after_forward: 2), but rank 1 shards "
+        "it over 4 ranks (reshard_after_forward: no number). Pass one dimension of the same mesh "
+        "and the same reshard_after_forward to fully_shard on all ranks."
     ]
 
 

@@ -8,8 +8,8 @@
 //
 // This follows from the issued work alone, so a rank that is slow is never taken for a deadlock,
 // and ranks need not look at the same time: "Ranks that wait for each other" in
-// docs/design/cuda.md. If the host of a rank is blocked before it issues what others wait for, such
-// as in loss.item(), they wait until the timeout. The host does not see the collectives of a CUDA
+// docs/design/cuda.md. If a host blocks, such as in loss.item(), before it issues work that other
+// ranks wait for, they wait until the timeout. The host does not see the collectives of a CUDA
 // graph's replays, so a lane that was captured in one is not compared any more.
 #pragma once
 

@@ -8,7 +8,7 @@
 // Note [first messages]
 // Every collective begins with one message to each peer, which names the sender's collective. Its
 // size does not depend on the collective, and the tag of a payload is a hash of the same facts. So
-// no backend sees a message larger than its receiver expects. Some would end the process. Each rank
+// no message is larger than its receiver expects. Some backends would end the process. Each rank
 // asks for the first messages of the next collective as soon as it has read those of the last one.
 #pragma once
 

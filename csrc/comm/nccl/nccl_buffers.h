@@ -13,8 +13,8 @@
 // Any thread may free a buffer, but NCCL has no lock around what a communicator has registered, and
 // deregistering waits for the other ranks ("Any thread may free a model" in docs/design/cuda.md).
 // So freeing a buffer only puts it on a list. When ranks are together next, each waits for its
-// device, all meet on the host, each deregisters and frees, and they meet again before any launches
-// the next collective. Closing the communicator deregisters what is left.
+// device, and all meet on the host. Each then deregisters and frees, and all meet again before any
+// launches the next collective. Closing the communicator deregisters what is left.
 #pragma once
 
 #include <atomic>

@@ -16,27 +16,27 @@
 // they lose little by it.
 //
 // Note [symmetric kernels]
-// From NCCL 2.28.0 until 2.30.7, symmetric kernels do not wait for the stream's earlier work, so a
-// reduce-scatter could read its input before pack has written it. Before 2.30.7 buffers are
-// therefore no windows, except as Note [copy engines] says, and variables that let such kernels run
-// without windows are refused: "Symmetric kernels" in docs/design/cuda.md.
+// Before NCCL 2.30.7, symmetric kernels do not wait for the stream's earlier work, so a
+// reduce-scatter could read its input before pack has written it. Buffers are therefore no windows
+// there, except as Note [copy engines] says, and variables that let such kernels run without
+// windows are refused: "Symmetric kernels" in docs/design/cuda.md.
 //
 // Note [copy engines]
 // With the policy "zero", copies and waits of the stream gather, which keep its order, and no
 // kernel runs. Before 2.30.7 only the gather lane has windows for it. Its collectives never become
 // symmetric kernels, because sums are on the other lane. From 2.29.0 until 2.31.2, the first gather
-// by copy engines may hang on two ranks. NCCL takes them for some gathers in windows without the
-// policy, too, so the gather lane of two ranks has none there: "Copy engines" in
+// by copy engines may hang on two ranks. Even without the policy, NCCL copies some gathers in
+// windows, so the gather lane of two ranks has no windows there: "Copy engines" in
 // docs/design/cuda.md.
 //
 // Note [groups in registered buffers]
-// With the policy "efficiency", groups end where the sum of their sizes would pass the end of a
-// member's buffer, whichever member NCCL looks at: "Groups" in docs/design/cuda.md.
+// With the policy "efficiency", a group is cut before its total size could pass the end of any
+// member's buffer: "Groups" in docs/design/cuda.md.
 //
 // Note [private memory]
-// Only its own GPU can access private memory, which otherwise is like memory from ncclMemAlloc. It
-// is enough for buffers that are not windows: docs/design/cuda.md. Shards and gradients are never
-// private: when a user copies into them from another GPU, PyTorch lets that GPU write.
+// Private memory is like memory from ncclMemAlloc, but only its own GPU can access it. It suffices
+// for buffers that are not windows: docs/design/cuda.md. Shards and gradients are never private:
+// when a user copies into them from another GPU, PyTorch lets that GPU write.
 #pragma once
 
 #include <cstddef>

@@ -29,8 +29,7 @@ struct Operation {
   std::uint64_t after = 0;
 };
 
-// The label of the collective that a lane has run last. Peers may read it while it changes, and
-// then see none.
+// The label of a lane's last collective. A peer that reads the label during a change sees none.
 class Activity {
  public:
   void begin(const std::string& label);

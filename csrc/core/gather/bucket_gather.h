@@ -3,11 +3,11 @@
 //
 // Note [group shards]
 // With reshard_after_forward=k, the N ranks that share a bucket form N / k groups of k consecutive
-// ranks. After forward each rank keeps 1/k of the unsharded buffer, as it lies in the slot: of each
-// region, the chunks of N / k ranks, one after another. That is a gather input of the bucket's
-// layout over k ranks (UnitLayout::regrouped), whose unsharded buffer has the same bytes at the
-// same places. So later gathers of the iteration need only the ranks of one group, and their
-// results are the same bits.
+// ranks. After forward each rank keeps 1/k of the unsharded buffer, as it lies in the slot: the
+// chunks of N / k ranks from each region. This part is a gather input of the bucket's layout over k
+// ranks (UnitLayout::regrouped), whose unsharded buffer has the same bytes at the same places. So
+// later gathers of the iteration need only the ranks of one group, and their results are the same
+// bits.
 //
 // - The copy runs on the stream of the messages, after the gather and before any later gather into
 //   the slot. The compute stream waits for the copy only before writing to the slot or freeing it.

@@ -103,7 +103,7 @@ void GatherSlots::note_read(const Unit& unit) {
   });
 }
 
-// See Note [lazy reshard]. What a slot contains of the bucket is of its newest gather, which
+// See Note [lazy reshard]. The slot's contents come from the bucket's newest gather, which
 // `gathered_from_` describes.
 Slot* GatherSlots::reacquire(Bucket& bucket, std::uint64_t iteration) {
   const ShardStamp now{iteration, version_of(bucket), true};

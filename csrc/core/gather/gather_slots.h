@@ -35,7 +35,7 @@ class GatherSlots {
   Slot* acquire(Bucket& bucket, bool on_demand);
   // As Gatherer::note_read.
   void note_read(const Unit& unit);
-  // Returns a slot that no unit uses any more.
+  // Takes back a slot that no unit uses now.
   void release(Slot& slot, Bucket& bucket);
 
   const BufferRing* ring() const { return ring_.get(); }  // null before the first plan

@@ -1,5 +1,5 @@
 // Gathers a bucket's parameters and releases them: slots, casts, all-gathers, unpacking. The
-// pipeline decides when.
+// schedule decides when.
 //
 // Note [lazy reshard]
 // A bucket can be unsharded again without a collective if no other bucket has used its released

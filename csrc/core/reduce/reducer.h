@@ -1,13 +1,13 @@
 // Reduces a bucket's gradients to its sharded gradient: pack, reduce-scatter, finish (cast or add
-// into the flat gradient). The pipeline decides when.
+// into the flat gradient). The schedule decides when.
 //
 // Note [packing ahead]
-// A GPU packs on the stream `before`, every message into the half of the input that the previous
-// message does not use, as soon as the message that read it last has ended. So the next bucket is
-// packed while a bucket is on the wire. On the host, without replicas, pack, reduce-scatter and
-// finish of all buckets run on the reduce stream in order, so one reduce input and one reduce
-// output serve them without events. Pieces (Note [pieces] in core/lanes.h) use the two halves of
-// the input in turns, and events.
+// A GPU packs on the stream `before`, and messages use the two halves of the input in turns. A half
+// is packed as soon as the last message that read it has ended. So the next bucket is packed while
+// a bucket is on the wire. On the host, without replicas, pack, reduce-scatter and finish of all
+// buckets run on the reduce stream in order, so one reduce input and one reduce output serve them
+// without events. Pieces (Note [pieces] in core/lanes.h) use the two halves of the input in turns,
+// and events.
 //
 // Note [replicas]
 // The ranks that have the same shard are replicas of each other. The result of a shard group's
@@ -17,12 +17,11 @@
 // "Hybrid sharding" in docs/design/schedule.md.
 //
 // Note [the reduce output]
-// What is not final is reduced into the reduce output, and finished from there. With pieces or
+// Sums that are not final go to the reduce output, and are finished from there. With pieces or
 // replicas, finishes run on other streams than messages, which then use its two halves in turns. A
-// reduce hook reads a whole bucket. If that travels in pieces, they go to their places in one
-// output as large as the bucket, which is both halves. If a hook is set between forward and
-// backward, the output grows within the backward, and ranks plan memory again before the next
-// forward.
+// reduce hook reads a whole bucket. Pieces of such a bucket go to their places in one output, which
+// is both halves. If a hook is set between forward and backward, the output grows within the
+// backward, and ranks plan memory again before the next forward.
 //
 // Note [gradient lifetime]
 // Gradients leave the unsharded parameters when they are packed, which happens on a stream of the

@@ -9,10 +9,10 @@
 // lane's thread. Before the third bucket is reduced, the update of the first one is finished. If
 // this rank did not use all parameters of a unit, the unit is updated at the end of backward (Note
 // [parameters that some ranks do not use] in core/agree/backward_exchange.h). An update may have to
-// measure the gradients together with other ranks. So all updated units of a bucket are measured,
-// in the order of reductions, before one of them is updated, also those of which this rank misses
-// gradients: where no rank had one, there are zeros. Backward raises if a unit was updated after
-// its forward, because the gradient would belong to other weights, and if an updated unit gets more
+// measure the gradients together with other ranks. So all such units of a bucket are measured, in
+// the order of reductions, before any of them is updated. This includes units that miss gradients
+// on this rank: missing gradients are zeros. Backward raises if a unit was updated after its
+// forward, because the gradient would belong to other weights, and if an updated unit gets more
 // gradients in the same backward. After a failed backward, units that were not updated lose their
 // gradients. docs/design/memory.md says what this saves.
 #pragma once

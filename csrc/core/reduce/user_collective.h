@@ -9,13 +9,13 @@
 // thread of the lane's stream if that has one.
 //
 // Note [communication hooks]
-// Such a hook of FSDP1 takes the place of the reduction. It gets the packed gradients of all ranks'
+// A communication hook of FSDP1 replaces the reduction. It gets the packed gradients of all ranks'
 // rows, and writes this rank's rows averaged over all ranks. If nothing is sharded, it averages the
 // gradients in place. Gradients are then not scaled. The hook is set before the first forward, and
 // the unit shares no bucket and is reduced in one piece.
 //
 // Note [custom collectives]
-// Such an object of FSDP2 sends each message of the unit, in the order of the lane and on its
+// FSDP2's custom collective sends each message of the unit, in the order of the lane and on its
 // stream. Copies, casts, scales and comparisons of ranks stay as they are. A custom all-gather with
 // smaller groups (Note [group shards]) is refused. Errors of a reduce-scatter are raised at the end
 // of backward, and those of an all-gather where the unit waits for it.

@@ -69,7 +69,7 @@ class BackwardSchedule {
   // - Called by the pipeline.
   // The unit's forward runs again inside backward.
   void recompute(Unit& unit);
-  // Such a run of a region ends. BackwardOrder::is_recomputed_call(call) is true.
+  // Ends such a run of a region, for whose call BackwardOrder::is_recomputed_call() is true.
   void end_recomputation(Unit& unit, CallId call);
   // Forgets a backward that failed.
   void reset();
@@ -101,7 +101,7 @@ class BackwardSchedule {
   const Prefetcher& prefetcher_;
   ForwardOrder& forward_order_;
   BackwardOrder backward_order_;
-  std::vector<Bucket*> awaited_;      // reductions; the last one is next
+  std::vector<Bucket*> awaited_;      // to be reduced, the next one last
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
   bool backward_accumulates_ = true;

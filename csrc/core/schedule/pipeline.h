@@ -11,8 +11,8 @@
 //                     the unit is detached, and its slot is released
 //   end_backward      the remaining units' steps; the compute stream waits for all reductions
 //
-// Both hooks of backward take all steps up to their own: Note [order of backward] in
-// core/schedule/backward_order.h.
+// The hooks of backward (backward_schedule.h) take all steps up to their own: Note [order of
+// backward] in core/schedule/backward_order.h.
 //
 // Gathers and reductions carry a unit's whole bucket (core/units/bucket.h). Calls for the bucket's
 // other units find the gather issued already, and the last unit that backward passes reduces for

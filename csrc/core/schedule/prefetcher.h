@@ -1,4 +1,4 @@
-// Gathers ahead of the unit that runs, in forward and in backward, and what they have left behind.
+// Gathers buckets ahead of the unit that runs, and reshards prefetched units that no pass used.
 #pragma once
 
 #include <cstddef>

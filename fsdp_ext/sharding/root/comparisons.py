@@ -24,7 +24,8 @@ def compare_groups(
 ) -> None:
     """Check that ranks agree on meshes and smaller groups, which they are about to join."""
     mine = "\n".join(
-        f"over {unit.ranks.size} ranks, with {unit.settings.reshard_group or 'no number'}"
+        f"over {unit.ranks.size} ranks "
+        f"(reshard_after_forward: {unit.settings.reshard_group or 'no number'})"
         for unit in units
     )
     said = texts_if_different(lambda _, text: exchange_messages(lanes, text), _GROUPS, mine) or []
@@ -34,10 +35,9 @@ def compare_groups(
         for names, first, other in of_units:
             if first != other:
                 raise ValueError(
-                    f"rank {ranks[0]} shards unit '{names[0] or 'the root'}' {first} as its "
-                    f"reshard_after_forward, but rank {rank} shards it {other}. Pass one dimension "
-                    "of the same mesh and the same reshard_after_forward to fully_shard on all "
-                    "ranks."
+                    f"rank {ranks[0]} shards unit '{names[0] or 'the root'}' {first}, but rank "
+                    f"{rank} shards it {other}. Pass one dimension of the same mesh and the same "
+                    "reshard_after_forward to fully_shard on all ranks."
                 )
 
 
