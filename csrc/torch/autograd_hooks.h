@@ -103,7 +103,8 @@ at::Tensor add_post_backward_node(const at::Tensor& tensor, std::shared_ptr<Torc
                                   CallId call);
 
 // Returns an alias of `values`, which share memory with the tensor. The tensor gets the alias's
-// gradient. Autograd refuses in-place changes of the alias: the tensor would lack their history.
+// gradient. Autograd refuses to change the alias in place, since the tensor's history would miss
+// the change.
 at::Tensor with_history_of(const at::Tensor& tensor, const at::Tensor& values);
 
 // Puts a PostBackwardNode in front of a call's inputs while its forward runs: Note [inputs].

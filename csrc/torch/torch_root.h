@@ -92,9 +92,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
   // Whether a forward that begins now needs new units, because parameters were frozen, unfrozen or
   // converted.
   bool needs_new_units() const;
-  // Python has checked the current modules. `may_train` is false if they have trainable parameters
-  // that are in no unit. Then only forwards without gradients may run, and the next forward with
-  // gradients checks the modules again.
+  // Python has checked the current modules. `may_train` is false if a trainable parameter is
+  // in no unit. Such a model may only be evaluated: the next forward with gradients checks the
+  // modules again.
   void accept_module_changes(bool may_train) {
     seen_module_changes_ = module_changes();
     may_train_ = may_train;

@@ -67,6 +67,17 @@ def add_nvcc(tmp_path: Path) -> Callable[[str, str], str]:
     return add
 
 
+HOME = "opt/nvidia/cuda-13.0"
+
+
+@pytest.fixture
+def cuda_home(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let CUDA_HOME be a folder of NVIDIA's, which add_nvcc makes as ``HOME``."""
+    del build  # it has deleted the variable before
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / HOME))
+    return tmp_path / HOME
+
+
 @pytest.fixture
 def site_packages(tmp_path: Path) -> Path:
     """Where torch and PyPI's packages of CUDA lie."""
@@ -108,19 +119,18 @@ def test_cuda_home_without_an_nvcc_that_fits_is_left_for_another_place(
     torch_of: Any,
     kind_of: Any,
     add_nvcc: Callable[[str, str], str],
+    cuda_home: Path,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    torch, home = torch_of("13.0"), tmp_path / "home"
-    monkeypatch.setenv("CUDA_HOME", str(home))
+    torch = torch_of("13.0")
     monkeypatch.setattr(build, "has_driver", lambda: True)
-    with pytest.raises(SystemExit, match=rf"but CUDA_HOME={home} has no bin/nvcc\. Run `pip"):
+    with pytest.raises(SystemExit, match=rf"but CUDA_HOME={cuda_home} has no bin/nvcc\. Run `pip"):
         kind_of(torch)
-    path = add_nvcc("home/bin", "12.8")
+    path = add_nvcc(f"{HOME}/bin", "12.8")
     with pytest.raises(SystemExit, match=rf"but {path} belongs to CUDA 12\.8 and .*\. Run `pip"):
         kind_of(torch)
     advised = add_nvcc("site-packages/nvidia/cu13/bin", "13.0")  # what the advice installs
-    why = f"with nvcc 13.0, {advised}, because CUDA_HOME={home} has none that fits"
+    why = f"with nvcc 13.0, {advised}, because CUDA_HOME={cuda_home} has none that fits"
     assert kind_of(torch) == ("CUDA", why)
 
 
@@ -255,16 +265,11 @@ def test_an_nvcc_of_pypi_needs_its_other_packages(
     assert build.why_no_cuda(torch, nvcc) is None
 
 
+@pytest.mark.usefixtures("cuda_home")
 def test_a_toolkit_in_a_folder_of_nvidias_needs_no_packages_of_pypi(
-    build: Any,
-    torch_of: Any,
-    kind_of: Any,
-    add_nvcc: Callable[[str, str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    build: Any, torch_of: Any, kind_of: Any, add_nvcc: Callable[[str, str], str]
 ) -> None:
-    path = add_nvcc("opt/nvidia/cuda-13.0/bin", "13.0")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "opt" / "nvidia" / "cuda-13.0"))
+    path = add_nvcc(f"{HOME}/bin", "13.0")
     assert kind_of(torch_of("13.0")) == ("CUDA", f"with nvcc 13.0, {path}")
     assert not build.is_from_pypi(build.Nvcc(Path("/usr/bin/nvcc"), "13.0"))
 

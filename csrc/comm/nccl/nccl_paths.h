@@ -35,8 +35,8 @@
 //
 // Note [private memory]
 // Private memory is like memory from ncclMemAlloc, but only its own GPU can access it. It suffices
-// for buffers that are not windows: docs/design/cuda.md. Shards and gradients are never private:
-// when a user copies into them from another GPU, PyTorch lets that GPU write.
+// for buffers that are not windows: docs/design/cuda.md. Shards and gradients are never private,
+// because a user may copy into them from another GPU, and PyTorch lets that GPU write.
 #pragma once
 
 #include <cstddef>

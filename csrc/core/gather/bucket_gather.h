@@ -15,8 +15,8 @@
 //   own. All ranks issue the gathers of all groups at the same place in the order of that lane,
 //   whose history, comparisons and tags cover them.
 // - What is kept is valid as long as a slot's contents are (Note [lazy reshard]), and for one
-//   backward. A reshard() of the user ends that, since a write through `.data` may be the reason
-//   for it. A forward without gradients makes no group shards, because no backward follows.
+//   backward. A reshard() by the user invalidates it, because the user may have written through
+//   `.data`. A forward without gradients makes no group shards, because no backward follows.
 #pragma once
 
 #include <cstddef>

@@ -224,8 +224,8 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
     bucket.gather.gathered_from_.version += version;
     has_changed = has_changed || version != unit->gather.followed_version_;
     unit->gather.followed_version_ = version;
-    if (unit->gather.state_ ==
-        UnitState::Sharded) {  // others keep the parameters of an earlier gather
+    // Other units keep the parameters of an earlier gather.
+    if (unit->gather.state_ == UnitState::Sharded) {
       unit->gather.gathered_version_ = version;
     }
   }
@@ -249,7 +249,8 @@ void Gatherer::gather_into(Bucket& bucket, Slot& slot) {
   bucket.gather.is_unused_ = true;
 }
 
-// See Note [gather inputs] and Note [pieces].
+// Casts and sends the pieces one after the other. Note [gather inputs] says where casts write, and
+// Note [pieces] which streams they use.
 void Gatherer::gather_from_ranks(Bucket& bucket, Slot& slot) {
   const UnitLayout& layout = bucket.layout;
   const bool in_pieces = bucket.gather.is_in_pieces();

@@ -1,4 +1,4 @@
-// The memory of the gatherer: buffers, which are planned between iterations
+// The memory of the gatherer: buffers that are planned between iterations
 // (core/memory/memory_plan.h), and group shards.
 #include <algorithm>
 #include <utility>

@@ -54,7 +54,7 @@ class AccumulatedGradients {
   void allocate(Device& device);
   // If there are no gradients, all become zeros.
   void begin(Device& device);
-  // The parameter has gradients from now on, which the caller writes.
+  // Counts the parameter's gradients as accumulated. The caller writes their values.
   void add(const Unit& unit, std::size_t i, std::uint64_t packing);
   // The gradients that arrived for the units were packed into the memory. Parameters without
   // gradients have zeros there.

@@ -179,9 +179,9 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   end_reduction(reduction);
 }
 
-// The reduction writes the flat gradient itself if nothing is cast or scaled, no sharded gradient
-// exists to add to, and it is registered as on the other ranks. Otherwise each parameter's chunk is
-// cast or added from the reduce output.
+// Returns whether the reduction writes straight into the flat gradient: nothing is cast or scaled,
+// there is no sharded gradient to add to, and the memory is registered as on the other ranks.
+// Otherwise each parameter's chunk is cast or added from the reduce output.
 bool Reducer::prepare_finish(Bucket& bucket, const Units& units) {
   bool in_place = reduces_in_place(bucket.layout, units.front()->post_scale) &&
                   units.size() == bucket.units.size() &&

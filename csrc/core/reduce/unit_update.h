@@ -8,13 +8,13 @@
 // backward's thread: on the lane's, Python might free a model, and freeing a model waits for the
 // lane's thread. Before the third bucket is reduced, the update of the first one is finished. If
 // this rank did not use all parameters of a unit, the unit is updated at the end of backward (Note
-// [parameters that some ranks do not use] in core/agree/backward_exchange.h). An update may have to
-// measure the gradients together with other ranks. So all such units of a bucket are measured, in
-// the order of reductions, before any of them is updated. This includes units that miss gradients
-// on this rank: missing gradients are zeros. Backward raises if a unit was updated after its
-// forward, because the gradient would belong to other weights, and if an updated unit gets more
-// gradients in the same backward. After a failed backward, units that were not updated lose their
-// gradients. docs/design/memory.md says what this saves.
+// [parameters that some ranks do not use] in core/agree/backward_exchange.h). Some updates first
+// compute a norm of the unit's gradients over all ranks. So ranks compute the norms of a bucket's
+// units in the order of reductions, before they update any of them, and also for units whose
+// gradients are missing on this rank: other ranks may have them. Backward raises if a unit was
+// updated after its forward, because the gradient would belong to other weights, and if an updated
+// unit gets more gradients in the same backward. After a failed backward, units that were not
+// updated lose their gradients. docs/design/memory.md says what this saves.
 #pragma once
 
 #include <cstdint>

@@ -28,7 +28,7 @@ struct NextMessage {
   bool follows = false;  // Ledger::open
 };
 
-// Records the message that is issued to the stream of its lane during this object's lifetime.
+// Keep it while a message is issued: the flight record and the ledger note its begin and its end.
 struct Sending {
   InFlight flight;
   Timed timed;
