@@ -278,6 +278,20 @@ def _kept_slots() -> None:
     assert torch.equal(output_of(model), model.head.bias.full_tensor().expand(2, 4))
 
 
+def _cast_without_peers() -> None:
+    model = Model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    before = output_of(model)
+    for param in model.parameters():
+        param.data.mul_(2)  # leaves no version
+    assert not torch.equal(output_of(model), before)
+
+
+def test_one_rank_casts_again_for_each_evaluation() -> None:
+    run_ranks(_cast_without_peers, 1)
+
+
 def test_evaluations_that_keep_parameters_gather_once() -> None:
     run_ranks(_kept_slots, 2)
 

@@ -406,7 +406,9 @@ class Root(UnitTree):
         unit = self.units[number]
         asked = unit.settings
         # Note [after an evaluation] in csrc/core/gather/unit_gather.h
-        settings.keeps_slot_after_evaluation = asked.reshard_after_forward is False
+        settings.keeps_slot_after_evaluation = (
+            asked.reshard_after_forward is False and unit.world_size > 1
+        )
         settings.unshards_in_backward = asked.unshard_in_backward
         settings.requires_gradient_sync = asked.requires_gradient_sync and (
             asked.requires_all_reduce or unit.replicas == 1
