@@ -386,16 +386,21 @@ def check_flattened(own: dict[str, nn.Module], ignored: set[nn.Parameter]) -> No
 def place(
     own: Mapping[str, nn.Module],
     ignored: Container[torch.Tensor],
+    ignored_modules: Iterable[nn.Module],
     device: torch.device | None,
     mesh: DeviceMesh | None,
 ) -> None:
-    """Move the modules' own tensors to ``device``, and give them rank 0's values on ``mesh``."""
+    """Move the modules' own tensors to ``device``, and give them rank 0's values on ``mesh``.
+
+    As under FSDP1, buffers of ignored modules get rank 0's values, too.
+    """
     tensors = [tensor for tensor in own_tensors(own.values()) if tensor not in ignored]
     if device is not None:
         for tensor in tensors:
             tensor.data = tensor.data.to(device)
     if mesh is not None:
-        broadcast(tensors, mesh)
+        of_ignored = (buf for module in ignored_modules for buf in module.buffers(recurse=False))
+        broadcast([*dict.fromkeys((*tensors, *of_ignored))], mesh)
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -239,7 +239,8 @@ class FullyShardedDataParallel(StateDictMethods, SummonMethods, WrapperViews, nn
         own = own_modules(module, ignored)
         refuse_subclasses(own, ignored_params)
         materialise(own, param_init_fn, device or torch.device(mesh.device_type))
-        place(own, ignored_params, device, mesh if sync_module_states else None)
+        below = [each for each in module.modules() if each in ignored]
+        place(own, ignored_params, below, device, mesh if sync_module_states else None)
         self._buffer_dtypes = cast_buffers(own, precision.buffer_dtype)
         if not use_orig_params:
             check_flattened(own, ignored_params)

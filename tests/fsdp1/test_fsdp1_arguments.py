@@ -94,6 +94,12 @@ def synced() -> None:
     own = model.state_dict()["count"].clone()
     unsynced = FSDP(model)
     assert torch.equal(unsynced.count, own)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    nn.init.constant_(model[1].weight, dist.get_rank())
+    model[1].running_mean.fill_(dist.get_rank() + 1)
+    FSDP(model, ignored_modules=[model[1]], sync_module_states=True)
+    assert model[1].running_mean.tolist() == [1, 1]  # FSDP1 syncs buffers of ignored modules,
+    assert model[1].weight.tolist() == [dist.get_rank()] * 2  # but not their parameters
 
 
 def test_states_come_from_rank_0_of_the_group() -> None:
