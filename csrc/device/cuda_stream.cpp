@@ -78,13 +78,10 @@ class CudaEvent final : public Event {
     }
   }
 
-  void record(cudaStream_t stream, unsigned long long capture, const Behind& behind) {
+  void record(cudaStream_t stream, unsigned long long capture) {
     FSDP_CUDA_CHECK(cudaEventRecord(event_, stream));
     capture_ = capture;
-    behind_ = capture == 0 ? behind : Behind{};
   }
-
-  const Behind& behind() const { return behind_; }
 
   // `capture` is the capture in progress on any stream; 0 if none. Returns false if there is
   // nothing to wait for.
@@ -99,7 +96,6 @@ class CudaEvent final : public Event {
  private:
   cudaEvent_t event_ = nullptr;
   unsigned long long capture_ = 0;  // of the last record
-  Behind behind_;                   // of the same
 };
 
 // Note [two clocks]
@@ -213,11 +209,7 @@ class CudaStream final : public Stream {
   };
 
   CudaStream(CudaDevice& device, std::string name, Kind kind, cudaStream_t handle)
-      : device_(device),
-        name_(std::move(name)),
-        kind_(kind),
-        handle_(handle),
-        behind_(behind_nothing()) {}
+      : device_(device), name_(std::move(name)), kind_(kind), handle_(handle) {}
   ~CudaStream() override {
     if (kind_ == Kind::Owned) {
       cudaStreamDestroy(handle_);
@@ -235,21 +227,12 @@ class CudaStream final : public Stream {
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;
   void synchronize() override;
-  Behind behind() override { return known(native_handle()); }
-  void add_collective(int lane, std::uint32_t number) override {
-    known(native_handle()).collectives[lane] = number;
-  }
 
  private:
-  Behind& known(void* handle);
-  Behind behind_nothing() const;
-
   CudaDevice& device_;
   std::string name_;
   Kind kind_;
   cudaStream_t handle_;
-  Behind behind_;
-  void* behind_on_ = nullptr;  // the handle of the stream that behind_ is about
 };
 
 class CudaDevice final : public Device {
@@ -417,29 +400,13 @@ void CudaStream::record(Event& event) {
   FSDP_CHECK(kind_ == Kind::Current || capture == device_.capture(),
              "A CUDA graph capture must contain whole steps. Begin it before forward and end it "
              "after backward, or run without a capture.");
-  static_cast<CudaEvent&>(event).record(stream, capture, known(stream));
+  static_cast<CudaEvent&>(event).record(stream, capture);
 }
 
 bool CudaStream::wait(Event& event, const std::string& /*what*/) {
   const CudaDeviceGuard guard(device_.index());
-  auto& awaited = static_cast<CudaEvent&>(event);
-  auto* stream = static_cast<cudaStream_t>(native_handle());
-  if (!awaited.make_wait(stream, device_.capture())) {
-    return false;
-  }
-  known(stream).join(awaited.behind());
-  return true;
-}
-
-Behind CudaStream::behind_nothing() const { return {&device_, {}}; }
-
-// The framework's current stream may have changed, and nothing is known about the new one.
-Behind& CudaStream::known(void* handle) {
-  if (handle != behind_on_) {
-    behind_ = behind_nothing();
-    behind_on_ = handle;
-  }
-  return behind_;
+  return static_cast<CudaEvent&>(event).make_wait(static_cast<cudaStream_t>(native_handle()),
+                                                  device_.capture());
 }
 
 void CudaStream::synchronize() {

@@ -47,31 +47,7 @@ class Event {
   virtual void synchronize(std::chrono::milliseconds timeout, const std::string& what) = 0;
 };
 
-class Device;
 class Moments;
-
-// Note [what work comes behind]
-// A GPU runs work long after the host has issued it, so the host cannot see what a stream waits
-// for. But it knows what it issued: work comes behind the earlier work of its stream, and behind
-// what came before the events that the stream has waited for. So each stream of a GPU knows how
-// many collectives of each lane have to end before its next work can begin. A record copies these
-// numbers into the event, and a wait takes them from there. They may be too small, but not too
-// large: waits of the host, captures and streams of other programs are left out. The streams of one
-// Device serve one pair of lanes, whose numbers mean nothing to another pair, such as that of
-// replicas.
-struct Behind {
-  void join(const Behind& other) {
-    if (other.device != device) {
-      return;
-    }
-    for (int lane : {0, 1}) {
-      collectives[lane] = std::max(collectives[lane], other.collectives[lane]);
-    }
-  }
-
-  const Device* device = nullptr;     // of the stream
-  std::uint32_t collectives[2] = {};  // of the lane of gathers and of that of reductions
-};
 
 class Stream {
  public:
@@ -94,11 +70,6 @@ class Stream {
 
   // Blocks the calling thread until all issued work is done. Throws if any of it has failed.
   virtual void synchronize() = 0;
-
-  // The collectives that the next work comes behind, on a GPU: Note [what work comes behind].
-  virtual Behind behind() { return {}; }
-  // Collective `number` of `lane` was issued to this stream, and ends only if all ranks take part.
-  virtual void add_collective(int /*lane*/, std::uint32_t /*number*/) {}
 
   // Whether a CUDA graph captures it.
   virtual bool is_capturing() const { return false; }

@@ -262,8 +262,7 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
   std::unique_ptr<Packer> packer = make_cuda_packer(*device, pack_multiprocessors);
   options.driver = cuda_driver_version();
   if (options.size > 1 && store != nullptr) {
-    options.lanes = std::make_shared<DeviceLanes>();
-    options.deadlocks = std::make_shared<DeadlockThread>(make_store_board(store), options.lanes,
+    options.deadlocks = std::make_shared<DeadlockThread>(/*board=*/nullptr, /*lanes=*/nullptr,
                                                          members.global_rank, kDeadlockInterval);
     options.meet = [store, ranks = options.size](const std::string& name, const auto& given_up) {
       meet_at(store, "fsdp_ext/meetings/" + name, ranks, given_up);

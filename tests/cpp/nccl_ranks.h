@@ -131,6 +131,7 @@ class NcclRanks : public ::testing::Test {
   }
 
   std::function<std::string(const std::string&)> ask_others_;  // NcclOptions::ask_others
+  bool ends_both_lanes_ = false;                               // by NcclOptions::deadlocks
   int driver_ = 13000;
 
   // Runs `body` on a thread per rank and returns the message of each.
@@ -149,6 +150,10 @@ class NcclRanks : public ::testing::Test {
           const auto device = make_host_device(milliseconds(20000));
           NcclOptions options{r, size, timeout, register_buffers, gathers, reductions};
           options.ask_others = ask_others_;
+          if (ends_both_lanes_) {
+            options.deadlocks =
+                std::make_shared<DeadlockThread>(nullptr, nullptr, r, milliseconds(1));
+          }
           options.nodes = fake().nodes;
           options.driver = driver_;
           options.meet = [meetings, size](const std::string& name, const auto& given_up) {

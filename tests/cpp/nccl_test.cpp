@@ -270,6 +270,17 @@ TEST_F(NcclRanks, NoticeAnAsynchronousError) {
   EXPECT_EQ(std::count(calls.begin(), calls.end(), "abort"), 0);  // no call blocks
 }
 
+// Its collectives may wait for ranks that have given up.
+TEST_F(NcclRanks, EndTheOtherLaneOnceOneHasFailed) {
+  ends_both_lanes_ = true;
+  left_behind_ = 2;
+  run_ranks(1, [](Rank rank) {
+    rank.gather.abort("some reason");
+    wait_for_error(rank.reduce);
+    EXPECT_EQ(rank.reduce.async_error(), "some reason");
+  });
+}
+
 TEST_F(NcclRanks, LeaveAGroupInWhichACommunicatorFails) {
   left_behind_ = 1;
   const auto messages = run_ranks(1, [](Rank rank) {

@@ -31,6 +31,9 @@ std::string activity_of(int rank, const std::string& label) {
 }  // namespace
 
 std::string DeadlockWatch::look() {
+  if (lanes_ == nullptr) {
+    return "";
+  }
   const RankState state = lanes_->state();
   const bool is_unchanged = state == last_;
   last_ = state;
@@ -87,7 +90,7 @@ std::string DeadlockWatch::compare(int lane, const RankState& state) {
 }
 
 DeadlockThread::DeadlockThread(std::unique_ptr<Board> board,
-                               std::shared_ptr<const WatchedLanes> lanes, int global_rank,
+                               std::shared_ptr<const PublishedLanes> lanes, int global_rank,
                                std::chrono::milliseconds interval)
     : shared_(
           std::make_shared<Shared>(DeadlockWatch(std::move(board), std::move(lanes), global_rank))),

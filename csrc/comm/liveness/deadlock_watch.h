@@ -32,23 +32,14 @@ class Board {
   virtual std::string read(const std::string& key) = 0;  // empty if nothing was written
 };
 
-// The state of this rank's two lanes.
-class WatchedLanes {
- public:
-  virtual ~WatchedLanes() = default;
-
-  virtual RankState state() const = 0;
-  virtual std::string label(int lane) const = 0;  // of the collective that it runs
-};
-
-// Lanes of the host. Their communicators write the current collective, and count each collective as
-// a round that they post.
-class PublishedLanes final : public WatchedLanes {
+// The state of this rank's two lanes. Their communicators write the current collective, and count
+// each collective as a round that they post.
+class PublishedLanes {
  public:
   Mailbox& lane(int number) { return lanes_[number]; }
 
-  RankState state() const override { return rank_state_in({&lanes_[0], &lanes_[1]}); }
-  std::string label(int lane) const override { return lanes_[lane].activity.label(); }
+  RankState state() const { return rank_state_in({&lanes_[0], &lanes_[1]}); }
+  std::string label(int lane) const { return lanes_[lane].activity.label(); }
 
  private:
   Mailbox lanes_[2];
@@ -57,11 +48,12 @@ class PublishedLanes final : public WatchedLanes {
 // One rank's side.
 class DeadlockWatch {
  public:
-  DeadlockWatch(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,
+  DeadlockWatch(std::unique_ptr<Board> board, std::shared_ptr<const PublishedLanes> lanes,
                 int global_rank)
       : board_(std::move(board)), lanes_(std::move(lanes)), global_rank_(global_rank) {}
 
-  // Returns why the lanes can never go on, or nothing. Call it at intervals.
+  // Returns why the lanes can never go on, or nothing. Call it at intervals. Without lanes, which
+  // may be null, it finds nothing, and needs no board.
   std::string look();
   // Tells ranks that are stuck that this rank has given up.
   void tell(const std::string& reason);
@@ -71,7 +63,7 @@ class DeadlockWatch {
   std::string compare(int lane, const RankState& state);
 
   std::unique_ptr<Board> board_;
-  std::shared_ptr<const WatchedLanes> lanes_;
+  std::shared_ptr<const PublishedLanes> lanes_;
   int global_rank_;
   RankState last_;     // in the last look
   RankState written_;  // what stands on the board
@@ -83,7 +75,7 @@ class DeadlockWatch {
 // that have given up.
 class DeadlockThread {
  public:
-  DeadlockThread(std::unique_ptr<Board> board, std::shared_ptr<const WatchedLanes> lanes,
+  DeadlockThread(std::unique_ptr<Board> board, std::shared_ptr<const PublishedLanes> lanes,
                  int global_rank, std::chrono::milliseconds interval);
   ~DeadlockThread() { stop(); }
 

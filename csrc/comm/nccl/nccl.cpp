@@ -90,17 +90,16 @@ class NcclClosing {
 
 class NcclCommunicator final : public Communicator {
  public:
-  // `lane` is 0 for gathers and 1 for reductions.
   NcclCommunicator(const Api& api, Device& device, Comm comm, const NcclOptions& options,
-                   const LanePath& path, int lane, std::shared_ptr<NcclClosing> closing)
+                   const LanePath& path, const char* name, std::shared_ptr<NcclClosing> closing)
       : Communicator(nccl_traits(), options.rank, options.size),
         api_(api),
         device_(device),
         comm_(comm),
         options_(options),
         closing_(std::move(closing)),
-        name_(lane == 0 ? "gather" : "reduce"),
-        watchdog_(api, device, comm, options, name_, lane),
+        name_(name),
+        watchdog_(api, device, comm, options, name_),
         buffers_(
             api, device, comm, watchdog_, path,
             [this](std::vector<std::uint64_t> mine, const std::string& what) {
@@ -334,14 +333,14 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   const LanePath reductions = path_of_lane(api, LaneUse::Reductions, options);
   NcclJoined joined = join_nccl_ranks(api, id, options, gathers.settings, reductions.settings);
   const auto closing = std::make_shared<NcclClosing>(api, options);
-  const auto make = [&](NcclCommGuard& comm, const LanePath& path, int lane) {
+  const auto make = [&](NcclCommGuard& comm, const LanePath& path, const char* name) {
     auto made =
-        std::make_unique<NcclCommunicator>(api, device, comm.get(), options, path, lane, closing);
+        std::make_unique<NcclCommunicator>(api, device, comm.get(), options, path, name, closing);
     comm.release();
     return made;
   };
-  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, gathers, 0);
-  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, reductions, 1);
+  std::unique_ptr<NcclCommunicator> gather = make(joined.gather, gathers, "gather");
+  std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, reductions, "reduce");
   if (options.deadlocks != nullptr) {
     options.deadlocks->start([a = gather.get(), b = reduce.get(),
                               select = nccl::selector_of(device)](const std::string& account) {

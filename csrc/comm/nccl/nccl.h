@@ -9,7 +9,6 @@
 
 #include "comm/communicator.h"
 #include "comm/liveness/deadlock_watch.h"
-#include "comm/liveness/device_lanes.h"
 #include "comm/nccl/nccl_api.h"
 
 namespace fsdp {
@@ -26,9 +25,7 @@ struct NcclOptions {
   int nodes = 1;   // of the ranks, as NCCL tells nodes apart
   int driver = 0;  // the newest CUDA version of this rank's driver: 12050 is 12.5
 
-  // `deadlocks` looks at `lanes` for ranks that wait for each other in different lanes. Null: such
-  // ranks time out.
-  std::shared_ptr<DeviceLanes> lanes = nullptr;
+  // Ends the other lane once one has failed; it watches no lanes. Null: the other lane times out.
   std::shared_ptr<DeadlockThread> deadlocks = nullptr;
 
   // Waits on the host until all ranks have passed this name, or until `given_up` returns true. No

@@ -24,13 +24,12 @@ void print_failure(const std::string& reason) {
 }
 
 NcclWatchdog::NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm,
-                           const NcclOptions& options, std::string name, int lane)
+                           const NcclOptions& options, std::string name)
     : api_(api),
       device_(device),
       comm_(comm),
       options_(options),
       name_(std::move(name)),
-      lane_(lane),
       limit_{options.timeout, ""},
       thread_([this] { run(); }) {}
 
@@ -88,19 +87,9 @@ void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
   if (next->event == nullptr) {
     next->event = device_.new_event();
   }
-  // The lanes of a mesh also issue to the root's streams. These streams count only collectives of
-  // the root's lanes.
-  const Behind before = stream.behind();
-  const bool counts = before.device == &device_;
-  const std::uint32_t behind = counts ? before.collectives[1 - lane_] : 0;
-  if (counts) {
-    stream.add_collective(lane_, issued_);
-  }
   stream.record(*next->event);
   const std::lock_guard<std::mutex> lock(mutex_);
   Outstanding& newest = *next;
-  newest.number = issued_;
-  newest.behind = behind;
   newest.what = what;
   newest.since = Clock::now();
   newest.pending = true;
@@ -244,7 +233,6 @@ NcclWatchdog::Finding NcclWatchdog::look() {
     return {"", call_, limit_};
   }
   const Outstanding* oldest = update_oldest_pending();
-  publish(oldest);
   if (oldest != nullptr && now - oldest->since > limit_.time) {
     return {"", oldest->what, limit_};
   }
@@ -264,19 +252,6 @@ const NcclWatchdog::Outstanding* NcclWatchdog::update_oldest_pending() {
     }
   }
   return oldest;
-}
-
-// Says what the lane is in if that has been so since the last poll. The caller holds the lock.
-void NcclWatchdog::publish(const Outstanding* oldest) {
-  const std::uint32_t number = oldest != nullptr && !captured_ ? oldest->number : 0;
-  const bool stays = std::exchange(oldest_, number) == number && number != 0;
-  if (options_.lanes != nullptr) {
-    DeviceLanes::Collective collective;
-    if (stays) {
-      collective = {number, oldest->behind, oldest->what};
-    }
-    options_.lanes->publish(lane_, std::move(collective));
-  }
 }
 
 std::string NcclWatchdog::timeout_message(const std::string& what, const Limit& limit) const {

@@ -37,10 +37,9 @@ void print_failure(const std::string& reason);
 
 class NcclWatchdog {
  public:
-  // Messages call the communicator `name`. `lane` is 0 for gathers and 1 for reductions. Starts the
-  // thread that watches.
+  // Messages call the communicator `name`. Starts the thread that watches.
   NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm, const NcclOptions& options,
-               std::string name, int lane);
+               std::string name);
   ~NcclWatchdog();
 
   NcclWatchdog(const NcclWatchdog&) = delete;
@@ -101,8 +100,6 @@ class NcclWatchdog {
     std::unique_ptr<Event> event;  // completes after the collective
     std::string what;
     std::chrono::steady_clock::time_point since;
-    std::uint32_t number = 0;
-    std::uint32_t behind = 0;  // as in DeviceLanes::Collective
     bool pending = false;
   };
 
@@ -127,7 +124,6 @@ class NcclWatchdog {
   bool take_abort(bool a_call_blocks);
   Finding look();
   const Outstanding* update_oldest_pending();
-  void publish(const Outstanding* oldest);
   std::string timeout_message(const std::string& what, const Limit& limit) const;
 
   const nccl::Api& api_;
@@ -135,7 +131,6 @@ class NcclWatchdog {
   nccl::Comm comm_;
   const NcclOptions options_;
   const std::string name_;
-  const int lane_;
   std::atomic<bool> captured_{false};
   std::atomic<bool> failed_{false};
   std::mutex polling_;  // ncclCommGetAsyncError may complete a call, which only one thread may do
@@ -154,8 +149,7 @@ class NcclWatchdog {
   // ones have overwritten it, the oldest that is left is reported instead.
   std::array<Outstanding, 512> outstanding_;
   std::uint32_t issued_ = 0;
-  std::uint32_t oldest_ = 0;  // the number of the oldest pending one in the last poll; 0: none
-  std::thread thread_;        // last, because it uses the members above
+  std::thread thread_;  // last, because it uses the members above
 };
 
 }  // namespace fsdp

@@ -1,5 +1,6 @@
 #include "fake_cudart.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -35,15 +36,20 @@ struct Capture {
   std::vector<FakeStream*> streams;
 };
 
+// How much work of each stream some work comes after. Work of captures does not count.
+using Reached = std::map<const FakeStream*, std::size_t>;
+
 struct FakeStream {
   explicit FakeStream(const std::string& name) : queue(name, kTimeout) {}
   HostStream queue;
+  Reached after;
   std::shared_ptr<Capture> capture;
   std::set<std::size_t> heads;  // the nodes that the next captured node comes after
 };
 
 struct FakeEvent {
   HostEvent event;
+  Reached after;
   std::shared_ptr<Capture> capture;  // of the last record
   std::set<std::size_t> heads;
   bool has_time = false;
@@ -91,6 +97,7 @@ void enqueue(void* stream, std::function<void()> work) {
     on.heads = {on.capture->nodes.size() - 1};
     return;
   }
+  on.after[&on] += 1;
   on.queue.enqueue(std::move(work));
   HostEvent begun;  // rings the doorbell: a GPU starts work without a record behind it
   on.queue.record(begun);
@@ -103,6 +110,11 @@ cudaStream_t new_stream(const std::string& name) {
 }
 
 void synchronize(cudaStream_t stream) { as_stream(stream)->queue.synchronize(); }
+
+bool waits_for_all_of(void* stream, void* other) {
+  const FakeStream& last = *as_stream(other);
+  return as_stream(stream)->after[&last] == last.after.at(&last);
+}
 
 void begin_capture(cudaStream_t origin) {
   FakeStream& stream = *as_stream(origin);
@@ -225,6 +237,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (recorded.has_time) {
       on.queue.stamp(recorded.reached);
     }
+    recorded.after = on.after;
     on.queue.record(recorded.event);
   }
   return cudaSuccess;
@@ -241,6 +254,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (awaited.capture == nullptr) {
     if (on.capture != nullptr) {
       return cudaErrorStreamCaptureIsolation;
+    }
+    for (const auto& [from, number] : awaited.after) {
+      std::size_t& reached = on.after[from];
+      reached = std::max(reached, number);
     }
     on.queue.wait(awaited.event, fsdp::test::kWait);
     return cudaSuccess;

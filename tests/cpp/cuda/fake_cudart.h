@@ -22,6 +22,9 @@ inline std::atomic<cudaError_t> kernels_loaded{cudaSuccess};
 cudaStream_t new_stream(const std::string& name);
 void synchronize(cudaStream_t stream);
 
+// Whether the next work of `stream` begins only after all work that `other` has got.
+bool waits_for_all_of(void* stream, void* other);
+
 // A captured graph. Replaying it runs its nodes one after another on the calling thread.
 class FakeGraph {
  public:
