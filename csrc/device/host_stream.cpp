@@ -276,15 +276,6 @@ bool InlineStream::wait(Event& event, const std::string& what) {
   return true;
 }
 
-bool InlineStream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
-                                 const std::string& what) {
-  if (as_host(event).pending() == nullptr) {
-    return false;
-  }
-  moments.mark(number, *this);
-  return wait(event, what);
-}
-
 void InlineStream::synchronize() {
   if (error_) {
     std::rethrow_exception(error_);

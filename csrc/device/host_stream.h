@@ -106,8 +106,6 @@ class InlineStream final : public HostQueue {
   const std::string& name() const override { return name_; }
   void record(Event& event) override;
   bool wait(Event& event, const std::string& what) override;
-  bool mark_and_wait(Moments& moments, std::size_t number, Event& event,
-                     const std::string& what) override;
   void synchronize() override;
   void enqueue(std::function<void()> work) override;
   void stamp(Stamp& at) override;

@@ -47,8 +47,6 @@ class Event {
   virtual void synchronize(std::chrono::milliseconds timeout, const std::string& what) = 0;
 };
 
-class Moments;
-
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -63,10 +61,6 @@ class Stream {
   // messages and must outlive the wait. Returns false if the event is known to be complete, so that
   // there is nothing to wait for.
   virtual bool wait(Event& event, const std::string& what) = 0;
-
-  // The same, but marks moment `number` before the wait. It may skip the mark if it returns false.
-  virtual bool mark_and_wait(Moments& moments, std::size_t number, Event& event,
-                             const std::string& what);
 
   // Blocks the calling thread until all issued work is done. Throws if any of it has failed.
   virtual void synchronize() = 0;
@@ -117,12 +111,6 @@ class Moments {
   // even if the hardware has another clock.
   virtual double anchor() = 0;
 };
-
-inline bool Stream::mark_and_wait(Moments& moments, std::size_t number, Event& event,
-                                  const std::string& what) {
-  moments.mark(number, *this);
-  return wait(event, what);
-}
 
 // A copy of `count` pieces of memory. Each piece lies one step behind the previous one.
 struct Move {

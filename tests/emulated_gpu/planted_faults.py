@@ -43,7 +43,7 @@ MOST_TESTS = 8  # for each fault
 
 # Statements that wait.
 STATEMENT = re.compile(
-    r"(\.|->)(wait|synchronize|mark_and_wait|wait_for_half|wait_for_both|order_after|"
+    r"(\.|->)(wait|synchronize|wait_for_half|wait_for_both|order_after|"
     r"order_after_compute|follow_compute|drain|query|synchronizer\(\))\("
 )
 LONGEST_STATEMENT = 4  # lines

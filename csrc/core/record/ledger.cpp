@@ -92,7 +92,8 @@ void Ledger::wait(Event& event, const std::string& what, Work work, UnitRange un
     return;
   }
   const std::int32_t begin = now_->marked;
-  if (compute_.mark_and_wait(*now_->moments, static_cast<std::size_t>(begin), event, what)) {
+  now_->moments->mark(static_cast<std::size_t>(begin), compute_);
+  if (compute_.wait(event, what)) {  // otherwise the next mark takes this number
     now_->marked += 1;
     IterationIndex span = open_at(begin, work, units);
     close(span, compute_);
