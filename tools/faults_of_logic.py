@@ -264,7 +264,7 @@ FAULTS = (
     Fault(
         "marks of NaN are lost when memory is planned again",
         f"{CORE}/reduce/nonfinite_gradients.cpp",
-        "device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);",
+        "device_.copy(compute, unit->gradients.nonfinite_marks_, next, bytes);",
         cpp=CPP,
         python=("health",),
     ),

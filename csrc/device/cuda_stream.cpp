@@ -330,15 +330,9 @@ class CudaDevice final : public Device {
     };
   }
 
-  void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
+  void copy(Stream& stream, const void* source, void* destination, std::size_t bytes) override {
     const CudaDeviceGuard guard(index_);
-    FSDP_CUDA_CHECK(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost,
-                                    static_cast<cudaStream_t>(stream.native_handle())));
-  }
-
-  void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
-    const CudaDeviceGuard guard(index_);
-    FSDP_CUDA_CHECK(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice,
+    FSDP_CUDA_CHECK(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDefault,
                                     static_cast<cudaStream_t>(stream.native_handle())));
   }
 

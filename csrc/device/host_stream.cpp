@@ -144,12 +144,8 @@ class HostDevice final : public Device {
     static_cast<HostQueue&>(stream).enqueue([=] { std::memset(data, value, bytes); });
   }
 
-  void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
-    static_cast<HostQueue&>(stream).enqueue([=] { std::memcpy(host, data, bytes); });
-  }
-
-  void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
-    copy_to_host(stream, host, data, bytes);
+  void copy(Stream& stream, const void* source, void* destination, std::size_t bytes) override {
+    static_cast<HostQueue&>(stream).enqueue([=] { std::memcpy(destination, source, bytes); });
   }
 
   void transfer(Stream& stream, std::chrono::nanoseconds duration, const std::vector<Move>& moves,

@@ -197,10 +197,9 @@ class Device {
   // Returns memory that the framework keeps for later allocations to the hardware.
   virtual void free_cached_memory() {}
 
-  // Copies to and from the host's memory, in order of `stream`. Off the hot path. The host's side
-  // has been read or written when the stream is past this point.
-  virtual void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) = 0;
-  virtual void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) = 0;
+  // Copies memory of the device or of the host, in order of `stream`. On a GPU the call may block
+  // until a copy of memory that is not pinned is done.
+  virtual void copy(Stream& stream, const void* source, void* destination, std::size_t bytes) = 0;
 
   // Acts on `stream` as a network would: keeps it busy for `duration`, and copies memory meanwhile.
   // If the copies take longer, so does the transfer. A stream of the host copies and then sleeps. A

@@ -97,8 +97,8 @@ class DeviceTable {
     // The compute stream may still use this memory, so the copies are ordered after its work. They
     // are done when this returns.
     Stream& stream = device.compute_stream();
-    device.copy_from_host(stream, host_.ranges.data(), bytes, range_bytes);
-    device.copy_from_host(stream, host_.range_of_tile.data(), bytes + range_bytes, tile_bytes);
+    device.copy(stream, host_.ranges.data(), bytes, range_bytes);
+    device.copy(stream, host_.range_of_tile.data(), bytes + range_bytes, tile_bytes);
     stream.synchronize();
     ranges_ = reinterpret_cast<const CopyRange*>(bytes);
     range_of_tile_ = reinterpret_cast<const std::uint32_t*>(bytes + range_bytes);

@@ -38,11 +38,8 @@ class RecordingDevice final : public Device {
   void fill(Stream& stream, void* data, int value, std::size_t bytes) override {
     host_->fill(stream, data, value, bytes);
   }
-  void copy_to_host(Stream& stream, const void* data, void* host, std::size_t bytes) override {
-    host_->copy_to_host(stream, data, host, bytes);
-  }
-  void copy_from_host(Stream& stream, const void* host, void* data, std::size_t bytes) override {
-    host_->copy_from_host(stream, host, data, bytes);
+  void copy(Stream& stream, const void* source, void* destination, std::size_t bytes) override {
+    host_->copy(stream, source, destination, bytes);
   }
   void transfer(Stream& /*stream*/, nanoseconds duration, const std::vector<Move>& moves,
                 int multiprocessors) override {

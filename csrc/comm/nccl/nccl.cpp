@@ -172,11 +172,11 @@ class NcclCommunicator final : public Communicator {
     grow_exchange_buffer(stream, bytes);
     auto* mine = static_cast<char*>(exchange_.get());
     char* all = mine + bytes;
-    device_.copy_from_host(stream, input, mine, bytes);
+    device_.copy(stream, input, mine, bytes);
     all_gather(stream, mine, all, bytes);
     // A copy to memory that is not pinned blocks until the stream has reached it.
     const NcclWatchdog::BlockingCall blocking(watchdog_, what());
-    device_.copy_to_host(stream, all, output, bytes * ranks);
+    device_.copy(stream, all, output, bytes * ranks);
     check();  // an aborted collective leaves what was in the buffer
   }
 

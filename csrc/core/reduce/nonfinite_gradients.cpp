@@ -1,7 +1,6 @@
 #include "core/reduce/nonfinite_gradients.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 namespace fsdp {
@@ -24,9 +23,8 @@ std::shared_ptr<void> NonfiniteGradients::place(
   for (const auto& bucket : buckets) {
     for (Unit* unit : bucket->units) {
       if (unit->gradients.nonfinite_marks_ != nullptr && unit->gradients.count() > 0) {
-        const Move move{unit->gradients.nonfinite_marks_, next,
-                        unit->gradients.count() * sizeof(std::uint64_t)};
-        device_.transfer(compute, std::chrono::nanoseconds(0), {move}, 0);
+        const std::size_t bytes = unit->gradients.count() * sizeof(std::uint64_t);
+        device_.copy(compute, unit->gradients.nonfinite_marks_, next, bytes);
       }
       unit->gradients.nonfinite_marks_ = next;
       next += unit->gradients.count();
@@ -44,7 +42,7 @@ std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Buc
   Stream& compute = device_.compute_stream();
   const std::size_t bytes = count_ * sizeof(std::uint64_t);
   std::vector<std::uint64_t> marks(count_);
-  device_.copy_to_host(compute, marks_.get(), marks.data(), bytes);
+  device_.copy(compute, marks_.get(), marks.data(), bytes);
   compute.synchronize();
   const auto* first = static_cast<const std::uint64_t*>(marks_.get());
   for (const auto& bucket : buckets) {
@@ -61,7 +59,7 @@ std::vector<char> NonfiniteGradients::find(const std::vector<std::unique_ptr<Buc
   const auto captured = std::count(marks.begin(), marks.end(), kCapturedPacking);
   if (captured > 0) {  // later replays mark anew
     std::replace(marks.begin(), marks.end(), kCapturedPacking, std::uint64_t{0});
-    device_.copy_from_host(compute, marks.data(), marks_.get(), bytes);
+    device_.copy(compute, marks.data(), marks_.get(), bytes);
     compute.synchronize();
   }
   return found;

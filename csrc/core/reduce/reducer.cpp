@@ -1,7 +1,6 @@
 #include "core/reduce/reducer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 
 #include "core/reduce/user_collective.h"
@@ -416,10 +415,10 @@ void Reducer::copy_to_output(const Reduction& reduction, const void* input) {
   if (input == output) {
     return;
   }
-  const Move move{input, output,
-                  static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype())};
-  device_.transfer(streams_.messages(), std::chrono::nanoseconds(0), {move}, 0);
-  ledger_.counters().copied_bytes += 2 * move.bytes;
+  const std::size_t bytes =
+      static_cast<std::size_t>(layout.grad_numel()) * itemsize(layout.reduce_dtype());
+  device_.copy(streams_.messages(), input, output, bytes);
+  ledger_.counters().copied_bytes += 2 * bytes;
 }
 
 char* Reducer::output_of(const Reduction& reduction, std::size_t piece) const {
