@@ -1,7 +1,6 @@
 #include "comm/nccl/nccl_buffers.h"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <string>
 #include <utility>
@@ -14,14 +13,10 @@ namespace {
 
 const std::string kAgreement = "the agreement on buffers";
 const std::string kAllocation = "the allocation of a buffer";
-const std::string kRegistration = "the registration of a buffer";
+const std::string kRegistration =
+    "the registration of a buffer (to go without, set FSDP_EXT_NCCL_REGISTER=0 on all ranks)";
 const std::string kDeregistration = "the deregistration of a buffer";
 const std::string kUnused = "the exchange of unused buffers";
-
-// Ranks begin a registration together, so a rank that takes longer than this has failed in it.
-constexpr auto kLongestRegistration = std::chrono::milliseconds(180000);
-const std::string kAdvice =
-    "If NCCL cannot register buffers on a rank, set FSDP_EXT_NCCL_REGISTER=0 on all ranks.";
 
 }  // namespace
 
@@ -266,7 +261,6 @@ void NcclBuffers::close() {
 // alone, that rank waits in the agreement and the others wait in NCCL until the watchdog ends both.
 // That rank's error says why NCCL failed.
 bool NcclBuffers::register_buffer(Buffer& buffer) {
-  const NcclWatchdog::ShortLimit limit(watchdog_, kLongestRegistration, kAdvice);
   const nccl::Result result = register_with_nccl(buffer);
   const std::string what = result == nccl::kSuccess
                                ? kRegistration

@@ -30,7 +30,6 @@ NcclWatchdog::NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm
       comm_(comm),
       options_(options),
       name_(std::move(name)),
-      limit_{options.timeout, ""},
       thread_([this] { run(); }) {}
 
 NcclWatchdog::~NcclWatchdog() { stop(); }
@@ -57,18 +56,6 @@ NcclWatchdog::BlockingCall::BlockingCall(NcclWatchdog& watchdog, const std::stri
 NcclWatchdog::BlockingCall::~BlockingCall() {
   const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
   watchdog_.in_call_ = false;
-}
-
-NcclWatchdog::ShortLimit::ShortLimit(NcclWatchdog& watchdog, std::chrono::milliseconds limit,
-                                     std::string advice)
-    : watchdog_(watchdog) {
-  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
-  watchdog_.limit_ = {std::min(limit, watchdog_.options_.timeout), std::move(advice)};
-}
-
-NcclWatchdog::ShortLimit::~ShortLimit() {
-  const std::lock_guard<std::mutex> lock(watchdog_.mutex_);
-  watchdog_.limit_ = {watchdog_.options_.timeout, ""};
 }
 
 void NcclWatchdog::watch_collective(Stream& stream, const std::string& what) {
@@ -206,8 +193,8 @@ void NcclWatchdog::run() {
       const Finding found = failed_ ? Finding{} : look();
       if (!found.error.empty() || !found.late.empty()) {
         lock.unlock();
-        const std::string reason = with_flight_record(
-            found.late.empty() ? found.error : timeout_message(found.late, found.limit));
+        const std::string reason =
+            with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
         print_failure(reason);
         abort(reason);
         lock.lock();
@@ -226,15 +213,15 @@ NcclWatchdog::Finding NcclWatchdog::look() {
   if (state != nccl::kSuccess && state != nccl::kInProgress) {
     return {detail::concat("rank ", options_.rank, ": NCCL reported an error of the ", name_,
                            " communicator: ", api_.describe(comm_, state)),
-            "", limit_};
+            ""};
   }
   const auto now = Clock::now();
-  if (in_call_ && now - call_since_ > limit_.time) {
-    return {"", call_, limit_};
+  if (in_call_ && now - call_since_ > options_.timeout) {
+    return {"", call_};
   }
   const Outstanding* oldest = update_oldest_pending();
-  if (oldest != nullptr && now - oldest->since > limit_.time) {
-    return {"", oldest->what, limit_};
+  if (oldest != nullptr && now - oldest->since > options_.timeout) {
+    return {"", oldest->what};
   }
   return {};
 }
@@ -254,14 +241,13 @@ const NcclWatchdog::Outstanding* NcclWatchdog::update_oldest_pending() {
   return oldest;
 }
 
-std::string NcclWatchdog::timeout_message(const std::string& what, const Limit& limit) const {
+std::string NcclWatchdog::timeout_message(const std::string& what) const {
   const std::string others = options_.ask_others != nullptr
                                  ? options_.ask_others(what)
                                  : "Another rank may hang, have failed, or run other collectives. ";
   return detail::concat("rank ", options_.rank, " of ", options_.size, " waited ",
-                        limit.time.count(), " ms for ", what, ". ", others,
-                        "Communication was aborted; look at the output of all ranks.",
-                        limit.advice.empty() ? "" : " ", limit.advice);
+                        options_.timeout.count(), " ms for ", what, ". ", others,
+                        "Communication was aborted; look at the output of all ranks.");
 }
 
 }  // namespace fsdp

@@ -57,19 +57,6 @@ class NcclWatchdog {
     NcclWatchdog& watchdog_;
   };
 
-  // While this object lives, calls and collectives are late after `limit`, if that is shorter than
-  // the timeout, and the message ends with `advice`.
-  class ShortLimit {
-   public:
-    ShortLimit(NcclWatchdog& watchdog, std::chrono::milliseconds limit, std::string advice);
-    ~ShortLimit();
-    ShortLimit(const ShortLimit&) = delete;
-    ShortLimit& operator=(const ShortLimit&) = delete;
-
-   private:
-    NcclWatchdog& watchdog_;
-  };
-
   // Watches the collective that was just issued to `stream`. It must end on a rank only after all
   // ranks have begun it. Messages call it `what`.
   void watch_collective(Stream& stream, const std::string& what);
@@ -103,17 +90,10 @@ class NcclWatchdog {
     bool pending = false;
   };
 
-  // How long something may take.
-  struct Limit {
-    std::chrono::milliseconds time;
-    std::string advice;  // what to do if it takes longer; may be empty
-  };
-
-  // The fault: an error in whole sentences, or an operation that exceeds its limit.
+  // The fault: an error in whole sentences, or an operation that exceeds the timeout.
   struct Finding {
     std::string error;
     std::string late;
-    Limit limit;
   };
 
   nccl::Result poll();
@@ -124,7 +104,7 @@ class NcclWatchdog {
   bool take_abort(bool a_call_blocks);
   Finding look();
   const Outstanding* update_oldest_pending();
-  std::string timeout_message(const std::string& what, const Limit& limit) const;
+  std::string timeout_message(const std::string& what) const;
 
   const nccl::Api& api_;
   Device& device_;
@@ -135,8 +115,7 @@ class NcclWatchdog {
   std::atomic<bool> failed_{false};
   std::mutex polling_;  // ncclCommGetAsyncError may complete a call, which only one thread may do
 
-  std::mutex mutex_;  // guards what follows
-  Limit limit_;
+  std::mutex mutex_;                          // guards what follows
   std::shared_future<nccl::Result> revoked_;  // invalid before revoking and after aborting
   std::condition_variable stop_;
   bool stopping_ = false;
