@@ -97,8 +97,7 @@ struct NcclComm {
   std::atomic<int> polls{0};
   int splits = 0;
   int windows_made = 0;
-  fsdp::test::WindowSpace space;        // of its windows
-  std::function<void()> in_background;  // done after some polls
+  fsdp::test::WindowSpace space;  // of its windows
 };
 
 }  // namespace fsdp::nccl
@@ -236,12 +235,11 @@ Group& my_group() {
 
 Comm make(const std::string& name, int rank, int size, const Config* config) {
   ++state.live_communicators;
-  const bool blocking = config->blocking != 0 && !state.never_blocks;
   auto* const comm = new NcclComm;
   comm->name = name;
   comm->rank = rank;
   comm->size = size;
-  comm->blocking = blocking;
+  comm->blocking = config->blocking != 0;
   comm->barrier = barrier_of(name, size);
   comm->policy = config->size == sizeof(Config) ? config->cta_policy : fsdp::nccl::kUndefined;
   return comm;
@@ -380,9 +378,6 @@ FAKE_NCCL_API Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (++comm->polls <= state.polls_in_progress) {
     *result = fsdp::nccl::kInProgress;
   } else {
-    if (comm->in_background != nullptr) {
-      std::exchange(comm->in_background, nullptr)();
-    }
     *result = static_cast<Result>(state.init_result.load());
   }
   return fsdp::nccl::kSuccess;
@@ -558,18 +553,10 @@ FAKE_NCCL_API Result ncclCommWindowRegister(Comm comm, void* memory, std::size_t
   if (!state.has_windows || comm->rank == state.rank_without_windows) {
     return fsdp::nccl::kSuccess;
   }
-  const auto add = [=] {
-    ++state.registered_buffers;
-    add_window(memory, bytes, flags, comm);
-    *window = reinterpret_cast<Window>(memory);
-  };
-  if (comm->blocking) {
-    add();
-    return fsdp::nccl::kSuccess;
-  }
-  comm->polls = 0;
-  comm->in_background = add;
-  return fsdp::nccl::kInProgress;
+  ++state.registered_buffers;
+  add_window(memory, bytes, flags, comm);
+  *window = reinterpret_cast<Window>(memory);
+  return fsdp::nccl::kSuccess;
 }
 
 FAKE_NCCL_API Result ncclCommWindowDeregister(Comm comm, Window window) {

@@ -32,7 +32,6 @@ struct FakeNccl {
   std::atomic<bool> revoking_ends_calls{true};  // not those that make connections, in 2.28
   std::atomic<bool> revoking_hangs{false};      // and ends no call
   std::atomic<bool> collectives_hang{false};    // until the communicator is aborted
-  std::atomic<bool> never_blocks{false};        // as with NCCL_COMM_BLOCKING=0
   std::atomic<int> live_communicators{0};
   std::atomic<int> live_buffers{0};
   std::atomic<int> registered_buffers{0};

@@ -218,20 +218,6 @@ TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
   EXPECT_SAYS(messages[1], what + ". ");
 }
 
-// NCCL makes such communicators if NCCL_COMM_BLOCKING=0 is in the environment.
-TEST_F(NcclRanks, RegisterBuffersOfCommunicatorsThatNeverBlock) {
-  use_version(23206);
-  fake().never_blocks = true;
-  fake().polls_in_progress = 20;
-  const auto messages = run_ranks(2, [](Rank rank) {
-    const auto memory = rank.gather.allocate(rank.device, 4096, BufferUse::Output);
-    EXPECT_EQ(rank.gather.registered_memory()->count(), 1);
-    EXPECT_TRUE(rank.gather.registered_memory()->holds(memory.get()));
-    meet(rank.gather, rank.stream);
-  });
-  EXPECT_EQ(messages, (std::vector<std::string>(2, kNothingThrown)));
-}
-
 TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {
   run_ranks(
       2,

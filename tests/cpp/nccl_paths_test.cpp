@@ -202,6 +202,11 @@ TEST_F(NcclPaths, AreRefusedWhereVariablesLetKernelsRunTooEarly) {
   }
   EXPECT_EQ(refused_with("NCCL_SYM_NOWIN_ENABLE", "0", 22907), kNothingThrown);
   EXPECT_EQ(refused_with("NCCL_SYM_KERNEL", "ReduceScatter_LD", 22907), kNothingThrown);
+  for (const int version : {22809, 23206}) {  // Note [blocking communicators]
+    EXPECT_SAYS(refused_with("NCCL_COMM_BLOCKING", "0", version),
+                "NCCL_COMM_BLOCKING='0' lets NCCL return from a call before it is done");
+    EXPECT_EQ(refused_with("NCCL_COMM_BLOCKING", "1", version), kNothingThrown);
+  }
 }
 
 // Otherwise a kernel could start before the stream's earlier work has ended.

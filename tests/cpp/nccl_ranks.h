@@ -92,7 +92,6 @@ class NcclRanks : public ::testing::Test {
     fake().others_wait_for_failed = false;
     fake().revoking_ends_calls = true;
     fake().revoking_hangs = false;
-    fake().never_blocks = false;
     fake().has_windows = true;
     fake().rank_without_windows = -1;
     fake().gathers_nothing = false;

@@ -191,8 +191,8 @@ class NcclCommunicator final : public Communicator {
     throw_on_error(api_.GroupStart(), "start a group");
     nccl::Result added = nccl::kSuccess;
     for (; part != end && added == nccl::kSuccess; ++part) {
-      added = watchdog_.finish(api_.AllGather(part->input, part->output, part->bytes, nccl::kInt8,
-                                              comm_, stream.native_handle()));
+      added = api_.AllGather(part->input, part->output, part->bytes, nccl::kInt8, comm_,
+                             stream.native_handle());
     }
     if (added != nccl::kSuccess || watchdog_.has_failed()) {
       api_.GroupEnd();  // NCCL counts groups by thread, over all communicators
@@ -205,7 +205,6 @@ class NcclCommunicator final : public Communicator {
   }
 
   void throw_on_error(nccl::Result result, const char* attempt) {
-    result = watchdog_.finish(result);
     if (result == nccl::kSuccess) {
       return;
     }
@@ -218,8 +217,7 @@ class NcclCommunicator final : public Communicator {
   void close() {
     closing_->add(nccl::call_apart(nccl::selector_of(device_),
                                    [&api = api_, comm = comm_] {
-                                     const nccl::Result finalized =
-                                         nccl::finish(api, comm, api.CommFinalize(comm));
+                                     const nccl::Result finalized = api.CommFinalize(comm);
                                      const nccl::Result destroyed = api.CommDestroy(comm);
                                      return finalized != nccl::kSuccess ? finalized : destroyed;
                                    }),

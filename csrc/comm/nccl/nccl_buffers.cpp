@@ -300,13 +300,10 @@ nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
 }
 
 nccl::Result NcclBuffers::register_window(Buffer& buffer) {
-  auto window = std::make_unique<nccl::Window>(nullptr);
-  const nccl::Result result = watchdog_.finish(api_.CommWindowRegister(
-      comm_, buffer.memory, buffer.bytes, window.get(), nccl::kWindowCollSymmetric));
-  if (result == nccl::kInProgress) {
-    window.release();  // NCCL may still write to it
-  } else if (result == nccl::kSuccess) {
-    buffer.window = *window;
+  const nccl::Result result = api_.CommWindowRegister(comm_, buffer.memory, buffer.bytes,
+                                                      &buffer.window, nccl::kWindowCollSymmetric);
+  if (result != nccl::kSuccess) {
+    buffer.window = nullptr;
   }
   return result;
 }

@@ -42,16 +42,21 @@ std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options)
   return "";
 }
 
-// See Note [symmetric kernels].
+// See Note [symmetric kernels] and Note [blocking communicators].
 void check_environment(const nccl::Api& api, const NcclOptions& options) {
-  if (options.size == 1 || api.version < kFirstThatCopiesPlainInputs ||
-      api.has_safe_symmetric_kernels()) {
-    return;
-  }
   const auto value_of = [](const char* variable) {
     const char* text = std::getenv(variable);
     return std::string(text != nullptr ? text : "");
   };
+  const std::string blocking = value_of("NCCL_COMM_BLOCKING");
+  FSDP_CHECK(blocking.empty() || std::strtoll(blocking.c_str(), nullptr, 0) != 0,
+             "NCCL_COMM_BLOCKING='", blocking,
+             "' lets NCCL return from a call before it is done, for which fsdp_ext does not wait. "
+             "Unset it. TORCH_NCCL_USE_COMM_NONBLOCKING=1 does the same for PyTorch alone.");
+  if (options.size == 1 || api.version < kFirstThatCopiesPlainInputs ||
+      api.has_safe_symmetric_kernels()) {
+    return;
+  }
   const auto check = [&](const char* variable, bool is_safe) {
     FSDP_CHECK(is_safe, variable, "='", value_of(variable), "' lets NCCL ", api.version_text(),
                " start kernels before the data that they read is there. Unset it, or upgrade NCCL "

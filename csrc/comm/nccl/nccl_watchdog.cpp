@@ -124,7 +124,7 @@ void NcclWatchdog::abort(const std::string& reason) {
 void NcclWatchdog::revoke() {
   const std::shared_future<nccl::Result> revoked =
       nccl::call_apart(nccl::selector_of(device_), [&api = api_, comm = comm_] {
-        return nccl::finish(api, comm, api.CommRevoke(comm, /*flags=*/0));
+        return api.CommRevoke(comm, /*flags=*/0);
       }).share();
   std::unique_lock<std::mutex> lock(mutex_);
   revoked_ = revoked;
@@ -167,17 +167,6 @@ std::string NcclWatchdog::error() {
   return error_;
 }
 
-nccl::Result NcclWatchdog::finish(nccl::Result result) {
-  return result == nccl::kInProgress ? nccl::finish([this] { return poll(); }, result, failed_)
-                                     : result;
-}
-
-// Returns the asynchronous error; kInProgress if a call is not done.
-nccl::Result NcclWatchdog::poll() {
-  const std::lock_guard<std::mutex> lock(polling_);
-  return nccl::poll(api_, comm_);
-}
-
 void NcclWatchdog::run() {
   try {
     device_.allow_event_queries_during_capture();
@@ -209,7 +198,9 @@ void NcclWatchdog::run() {
 
 // The caller holds the lock.
 NcclWatchdog::Finding NcclWatchdog::look() {
-  const nccl::Result state = poll();
+  nccl::Result state = nccl::kSuccess;
+  const nccl::Result asked = api_.CommGetAsyncError(comm_, &state);
+  state = asked == nccl::kSuccess ? state : asked;
   if (state != nccl::kSuccess && state != nccl::kInProgress) {
     return {detail::concat("rank ", options_.rank, ": NCCL reported an error of the ", name_,
                            " communicator: ", api_.describe(comm_, state)),

@@ -70,10 +70,6 @@ class NcclWatchdog {
   // waits for NCCL for a few seconds only.
   void abort(const std::string& reason);
   bool has_failed() const { return failed_; }
-
-  // Waits for a call on the communicator that has returned `result`, and returns its final result;
-  // kInProgress if the communicator has failed meanwhile. See nccl::finish.
-  nccl::Result finish(nccl::Result result);
   std::string error();  // the reason; empty if nothing has failed
 
   // Whether a CUDA graph has captured a collective. The graph then holds the communicator.
@@ -96,7 +92,6 @@ class NcclWatchdog {
     std::string late;
   };
 
-  nccl::Result poll();
   bool fail(const std::string& reason);
   void run();
   void revoke();
@@ -113,7 +108,6 @@ class NcclWatchdog {
   const std::string name_;
   std::atomic<bool> captured_{false};
   std::atomic<bool> failed_{false};
-  std::mutex polling_;  // ncclCommGetAsyncError may complete a call, which only one thread may do
 
   std::mutex mutex_;                          // guards what follows
   std::shared_future<nccl::Result> revoked_;  // invalid before revoking and after aborting
