@@ -129,9 +129,6 @@ class NcclCommunicator final : public Communicator {
   void set_flight_writer(std::function<std::string()> write) override {
     watchdog_.set_flight_writer(std::move(write));
   }
-  std::string with_flight_record(const std::string& reason) {
-    return watchdog_.with_flight_record(reason);
-  }
 
   void all_gather(Stream& stream, const void* input, void* output, std::size_t bytes) override {
     issue(stream,
@@ -340,16 +337,9 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   std::unique_ptr<NcclCommunicator> gather = make(joined.gather, gathers, "gather");
   std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, reductions, "reduce");
   if (options.deadlocks != nullptr) {
-    options.deadlocks->start([a = gather.get(), b = reduce.get(),
-                              select = nccl::selector_of(device)](const std::string& account) {
-      select();
-      const bool is_printed = !a->async_error().empty() || !b->async_error().empty();
-      const std::string whole = is_printed ? account : a->with_flight_record(account);
-      if (!is_printed) {
-        print_failure(whole);
-      }
-      a->abort(whole);
-      b->abort(whole);
+    options.deadlocks->start([a = gather.get(), b = reduce.get()](const std::string& reason) {
+      a->abort(reason);
+      b->abort(reason);
     });
   }
   return {std::move(gather), std::move(reduce)};

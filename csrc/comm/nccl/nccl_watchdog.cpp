@@ -19,10 +19,6 @@ constexpr auto kLongestEnd = std::chrono::milliseconds(5000);
 
 }  // namespace
 
-void print_failure(const std::string& reason) {
-  std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
-}
-
 NcclWatchdog::NcclWatchdog(const nccl::Api& api, Device& device, nccl::Comm comm,
                            const NcclOptions& options, std::string name)
     : api_(api),
@@ -184,7 +180,8 @@ void NcclWatchdog::run() {
         lock.unlock();
         const std::string reason =
             with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
-        print_failure(reason);
+        // Hosts that do not ask learn it from here.
+        std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
         abort(reason);
         lock.lock();
       }

@@ -32,9 +32,6 @@
 
 namespace fsdp {
 
-// Prints why communication ends, for hosts that do not ask.
-void print_failure(const std::string& reason);
-
 class NcclWatchdog {
  public:
   // Messages call the communicator `name`. Starts the thread that watches.
@@ -63,8 +60,6 @@ class NcclWatchdog {
 
   // `write` is called before the watchdog ends a collective: Communicator::set_flight_writer.
   void set_flight_writer(std::function<std::string()> write);
-  // Writes a flight record, and returns `reason` and a sentence that says where the record is.
-  std::string with_flight_record(const std::string& reason);
 
   // Revokes or aborts the communicator, and prints nothing. Only the first call has an effect. It
   // waits for NCCL for a few seconds only.
@@ -92,6 +87,8 @@ class NcclWatchdog {
     std::string late;
   };
 
+  // Writes a flight record, and returns `reason` and a sentence that says where the record is.
+  std::string with_flight_record(const std::string& reason);
   bool fail(const std::string& reason);
   void run();
   void revoke();
