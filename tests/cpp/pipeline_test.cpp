@@ -312,6 +312,35 @@ TEST(Pipeline, MissingGradientsAreReducedAtTheEndAndLeftWithoutAGradient) {
   });
 }
 
+// See Note [gradient lifetime]. Rank 1 keeps the message of unit 2 on the wire.
+TEST(Pipeline, BackwardWaitsForPackedGradientsAndNotForTheirMessage) {
+  std::promise<void> passed;
+  on_ranks(2, 2, [&](Rank& rank, int r) {
+    for (int i = 1; i <= 2; ++i) {
+      set_reshard_after_forward(*rank.pipeline, i, false);  // backward gathers nothing
+    }
+    const std::vector<CallId> calls = rank.forward(rank.in_order());
+    if (r == 1) {
+      EXPECT_EQ(passed.get_future().wait_for(kTimeout / 4), std::future_status::ready);
+    }
+    BackwardSchedule& backward = rank.pipeline->backward();
+    backward.begin_backward();
+    backward.pre_backward(0, calls[0]);
+    for (const int i : {2, 1}) {
+      backward.pre_backward(i, calls[static_cast<std::size_t>(i)]);
+      rank.add_gradients(i, 1.0F);
+      backward.post_backward(i, calls[static_cast<std::size_t>(i)]);
+    }
+    if (r == 0) {
+      EXPECT_FALSE(rank.pipeline->unit(2).bucket->reduction.reduced().query());
+      passed.set_value();
+    }
+    rank.add_gradients(0, 1.0F);
+    backward.end_backward();
+    rank.unit(2).expect_gradient(0, 1.0F);
+  });
+}
+
 TEST(Pipeline, AnAbandonedForwardOrBackwardLeavesNoTrace) {
   on_ranks(2, 3, [](Rank& rank, int) {
     rank.step(1.0F);

@@ -166,7 +166,6 @@ void Reducer::reduce(Bucket& bucket, const Units& units) {
   for (std::size_t i = 1; i < bucket.reduction.pieces_.size(); ++i) {
     reduce_piece(reduction, i);
   }
-  reduction.before.record(*bucket.reduction.packed_);
   if (units.front()->reduce_hook != nullptr && reduced != nullptr) {
     apply_hook(reduction, reduced);
   }
@@ -268,6 +267,9 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
     input_.wait_for_half(reduction.before, half, bucket.reduction.label);
   }
   pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
+  if (number + 1 == bucket.reduction.pieces_.size()) {
+    reduction.before.record(*bucket.reduction.packed_);  // the message may use this stream, too
+  }
   void* const reduced = sum(reduction, number, input);
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;
   if (reduced != place_in(bucket.flat_gradient(), bucket, number) && !has_hook) {
