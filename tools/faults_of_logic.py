@@ -241,7 +241,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient that autograd did not bring is lost",
-        f"{CORE}/reduce/reducer.cpp",
+        f"{CORE}/reduce/packed_gradients.cpp",
         "unit->gradients.arrive(i);",
         cpp=CPP,
         python=("hidden_outputs",),

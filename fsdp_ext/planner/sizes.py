@@ -260,7 +260,7 @@ def _gradients_in_flight(root: PlannedRoot, found: _C.MemoryPlan) -> int:
     Autograd makes the gradients of a bucket one after the other. They are alive until they are
     packed and one of these holds: the next bucket is complete, or backward enters a bucket for
     which there would not be enough room otherwise. The rules are those of Note [gradient lifetime]
-    in ``csrc/core/reduce/reducer.h`` and Note [order of reductions] in
+    in ``csrc/core/reduce/packed_gradients.h`` and Note [order of reductions] in
     ``csrc/core/schedule/backward_schedule.h``.
     """
     backward = list(root.moments())[::-1]

@@ -76,7 +76,7 @@ EDITS = (
     ),
     Edit(
         "gradients are freed when they are packed, as without a record_stream",
-        "csrc/core/reduce/reducer.cpp",
+        "csrc/core/reduce/packed_gradients.cpp",
         "keep_alive.push_back(unit->port.extract_gradients(addresses));",
         "const std::shared_ptr<void> freed_now = unit->port.extract_gradients(addresses);",
     ),
@@ -241,7 +241,7 @@ NOT_SEEN = {
     ),
     "core/reduce/reducer_memory.cpp lend: "
     "compute.wait(*bucket.reduction.reduced_, bucket.reduction.label);": NO_TEST,
-    "core/reduce/reducer.cpp wait_for_packing: device_.stream_of(stream).wait("
+    "core/reduce/packed_gradients.cpp wait_for_packing: device_.stream_of(stream).wait("
     "*gradients.bucket->reduction.packed_,": (
         "the tests' streams wait for the compute stream, which has waited, before they reuse memory"
     ),

@@ -79,7 +79,7 @@ struct ReduceMemory {
   bool any_in_pieces = false;
   bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
   // The most bytes of unsharded gradients that the running bucket and the one in flight may have
-  // together: Note [gradient lifetime] in core/reduce/reducer.h.
+  // together: Note [gradient lifetime] in core/reduce/packed_gradients.h.
   std::size_t most_gradients = 0;
 };
 

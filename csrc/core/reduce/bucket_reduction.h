@@ -101,6 +101,7 @@ class BucketReduction {
   const std::string all_reduce_label;  // Note [replicas] in core/reduce/reducer.h
 
  private:
+  friend class PackedGradients;
   friend class Reducer;
 
   const UnitLayout& layout_;

@@ -1,7 +1,6 @@
 #include "core/reduce/reducer.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "core/reduce/user_collective.h"
 #include "core/schedule/announcer.h"
@@ -34,6 +33,7 @@ Reducer::Reducer(Device& device, Packer& packer, Lane& lane, Lane* replicas, Led
       replicas_(replicas),
       input_(device),
       output_(device),
+      packed_gradients_(device, streams_, ledger),
       nonfinite_(device) {}
 
 // Work in flight uses the buffers that are freed now.
@@ -44,35 +44,13 @@ Reducer::~Reducer() {
   }
 }
 
-// - Arrival and packing
-
-void Reducer::note_arrival(Bucket& bucket) {
-  note_stream(bucket.reduction.arrived_on_, device_.compute_stream());
-}
-
-void Reducer::make_room(const Bucket& bucket) {
-  if (!packed_gradients_.empty() &&
-      packed_gradients_.front().bucket->buffers.gradients + bucket.buffers.gradients >
-          most_gradients_) {
-    free_packed_gradients(/*measures_wait=*/true);
-  }
-}
+// - Packing
 
 void Reducer::pack_and_reduce(Bucket& bucket) {
-  free_packed_gradients(/*measures_wait=*/true);
-  follow_arrivals(bucket);
+  packed_gradients_.free();
+  packed_gradients_.follow_arrivals(bucket);
   pack_and_reduce_by_setting(bucket);
   bucket.reduction.arrived_on_.clear();
-}
-
-// See Note [gradients of several streams].
-void Reducer::follow_arrivals(const Bucket& bucket) {
-  Stream& compute = device_.compute_stream();
-  for (void* const stream : bucket.reduction.arrived_on_) {
-    if (stream != compute.native_handle()) {
-      streams_.order_after(compute, device_.stream_of(stream), bucket.reduction.label);
-    }
-  }
 }
 
 // See Note [units that differ].
@@ -104,7 +82,7 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
   const bool packs = syncs || !units.front()->port.keeps_gradients();
   if (packs) {
     packings_ += 1;
-    collect_gradients(bucket, units);
+    packed_gradients_.collect(bucket, units);
   }
   if (syncs) {
     reduce(bucket, units);
@@ -115,28 +93,6 @@ void Reducer::pack_and_reduce_alike(Bucket& bucket, const Units& units) {
     unit->gradients.awaits_reduction_ =
         !syncs && (unit->gradients.awaits_reduction_ || unit->gradients.any_arrived());
     unit->gradients.reset_arrived();
-  }
-}
-
-// See Note [gradient lifetime].
-void Reducer::collect_gradients(Bucket& bucket, const Units& units) {
-  std::fill(bucket.reduction.gradients_.begin(), bucket.reduction.gradients_.end(), nullptr);
-  void* const stream = device_.compute_stream().native_handle();
-  packed_gradients_.push_back({&bucket, stream, {}, {}});
-  std::copy_if(bucket.reduction.arrived_on_.begin(), bucket.reduction.arrived_on_.end(),
-               std::back_inserter(packed_gradients_.back().other_streams),
-               [stream](const void* other) { return other != stream; });
-  std::vector<std::shared_ptr<void>>& keep_alive = packed_gradients_.back().keep_alive;
-  keep_alive.reserve(units.size());
-  for (Unit* unit : units) {
-    const void** addresses = bucket.reduction.gradients_.data() + unit->first_trainable;
-    keep_alive.push_back(unit->port.extract_gradients(addresses));
-    // User code may have put gradients there that autograd did not bring.
-    for (std::size_t i = 0; i < unit->gradients.count(); ++i) {
-      if (addresses[i] != nullptr) {
-        unit->gradients.arrive(i);
-      }
-    }
   }
 }
 
@@ -522,37 +478,6 @@ void Reducer::end_reduction(const Reduction& reduction) {
   }
   bucket.reduction.is_pending_ = true;
   update(reduction);
-}
-
-// - After packing
-
-// They are those of one bucket, whose event tells when all of them are packed.
-void Reducer::free_packed_gradients(bool measures_wait) {
-  if (packed_gradients_.empty()) {
-    return;
-  }
-  const Bucket& bucket = *packed_gradients_.front().bucket;
-  if (measures_wait) {
-    ledger_.wait(*bucket.reduction.packed_, bucket.reduction.label, Work::WaitForReduction,
-                 bucket.numbers());
-  } else {
-    device_.compute_stream().wait(*bucket.reduction.packed_, bucket.reduction.label);
-  }
-  for (const PackedGradients& gradients : packed_gradients_) {
-    wait_for_packing(gradients, gradients.packed_by);
-    for (void* const stream : gradients.other_streams) {
-      wait_for_packing(gradients, stream);
-    }
-  }
-  packed_gradients_.clear();
-}
-
-// See Note [gradients of several streams].
-void Reducer::wait_for_packing(const PackedGradients& gradients, void* stream) {
-  if (stream != device_.compute_stream().native_handle()) {
-    device_.stream_of(stream).wait(*gradients.bucket->reduction.packed_,
-                                   gradients.bucket->reduction.label);
-  }
 }
 
 }  // namespace fsdp

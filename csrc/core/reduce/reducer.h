@@ -23,14 +23,6 @@
 // is both halves. If a hook is set between forward and backward, the output grows within the
 // backward, and ranks plan memory again before the next forward.
 //
-// Note [gradient lifetime]
-// Gradients leave the unsharded parameters when they are packed, which happens on a stream of the
-// lane. They are freed after the compute stream, to whose allocator they return, has waited for the
-// packing. So no allocator has to know the other stream, and the host does not wait. The wait is
-// issued when backward has passed the next bucket. If the gradients of both buckets would be more
-// than ReduceMemory::most_gradients, it is issued when backward enters the next bucket, or returns
-// to it from a unit inside, before autograd makes these gradients. Each rank decides by itself.
-//
 // Note [lent gradients]
 // On a GPU, the reducer frees the memory of a flat gradient if none of its parts is in .grad or
 // held by the user, and allocates it again when the bucket is reduced. docs/design/memory.md
@@ -38,13 +30,6 @@
 // The allocator has a pool for each stream. Freed memory returns to the pool of the stream that it
 // was allocated for (Unit::gradient_stream). New memory comes from the pool of the stream that was
 // current when the gradient was lent, even if another stream is current now.
-//
-// Note [gradients of several streams]
-// A user may run parts of a unit on streams of their own. Autograd then runs their backward on the
-// same streams, and the compute stream of a gradient's hook is the stream that the gradient arrived
-// on. So gradients of one bucket may arrive on several streams. Before they are packed, the compute
-// stream of that moment waits for the others. After that, each of these streams waits for the
-// packing before the gradients are freed, because each allocator's stream reuses its own memory.
 //
 // Note [units that differ]
 // Gradient settings may change at any time, also between forward and backward, so the units of a
@@ -65,6 +50,7 @@
 #include "core/memory/pieces.h"
 #include "core/record/ledger.h"
 #include "core/reduce/nonfinite_gradients.h"
+#include "core/reduce/packed_gradients.h"
 #include "core/units/bucket.h"
 
 namespace fsdp {
@@ -99,12 +85,9 @@ class Reducer {
     first_packing_ = packings_ + 1;
     may_lend_ = may_lend;
   }
-  // A gradient of the bucket has arrived on the compute stream: Note [gradients of several
-  // streams].
-  void note_arrival(Bucket& bucket);
-  // Autograd makes gradients of the bucket from now on. Frees earlier ones if there would be too
-  // many: Note [gradient lifetime].
-  void make_room(const Bucket& bucket);
+  // See PackedGradients.
+  void note_arrival(Bucket& bucket) { packed_gradients_.note_arrival(bucket); }
+  void make_room(const Bucket& bucket) { packed_gradients_.make_room(bucket); }
   // Packs the gradients that have arrived. For units that synchronise, it adds the accumulated
   // gradients, reduces over the ranks and sets the sharded gradients. For the other units, it
   // accumulates.
@@ -144,13 +127,6 @@ class Reducer {
   // Some or all units of a bucket, which are alike: Note [units that differ].
   using Units = std::vector<Unit*>;
 
-  struct PackedGradients {
-    Bucket* bucket;                    // its `packed` event completes when they are packed
-    void* packed_by;                   // the handle of the compute stream at that time
-    std::vector<void*> other_streams;  // on which gradients arrived
-    std::vector<std::shared_ptr<void>> keep_alive;
-  };
-
   // How a bucket's gradients are summed: Note [replicas].
   enum class Route : std::uint8_t {
     Local,          // one rank: what is packed is the sum
@@ -179,7 +155,6 @@ class Reducer {
   };
 
   void place_gradients(const std::vector<std::unique_ptr<Bucket>>& buckets);
-  void follow_arrivals(const Bucket& bucket);
   void pack_and_reduce_by_setting(Bucket& bucket);
   void pack_and_reduce_alike(Bucket& bucket, const Units& units);
   void accumulate(Bucket& bucket, const Units& units);
@@ -243,9 +218,6 @@ class Reducer {
   }
 
   void reset_accumulated(Bucket& bucket, const Units& units);
-  void collect_gradients(Bucket& bucket, const Units& units);
-  void free_packed_gradients(bool measures_wait);
-  void wait_for_packing(const PackedGradients& gradients, void* stream);
 
   Device& device_;
   Packer& packer_;
@@ -262,8 +234,7 @@ class Reducer {
   // meshes may send other numbers, and NCCL's windows need the same half on all ranks.
   std::size_t messages_ = 0;
   std::size_t messages_of_other_meshes_ = 0;
-  std::vector<PackedGradients> packed_gradients_;  // of one bucket
-  std::size_t most_gradients_ = 0;                 // bytes
+  PackedGradients packed_gradients_;
   bool may_lend_ = true;
   std::vector<Bucket*> updated_;     // with updates in flight, the oldest first
   std::uint64_t packings_ = 0;       // so far

@@ -27,7 +27,7 @@ void Reducer::wait(const std::vector<std::unique_ptr<Bucket>>& buckets) {
     }
   }
   // Not a wait of its own: the compute stream has waited for the reductions.
-  free_packed_gradients(/*measures_wait=*/false);
+  packed_gradients_.free(/*measures_wait=*/false);
   check_hooks(buckets);
 }
 
@@ -62,7 +62,7 @@ void Reducer::settle(Bucket& bucket) {
   reset_hooks(bucket);
   updated_.clear();
   discard_updates(bucket);
-  free_packed_gradients(/*measures_wait=*/false);
+  packed_gradients_.free(/*measures_wait=*/false);
 }
 
 void Reducer::discard(Bucket& bucket) {
