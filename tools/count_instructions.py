@@ -28,7 +28,7 @@ LAYERS, UNITS = 1, 96
 PARTS = ("unsharded", "sharded")
 ORDER_CHECK = {
     "Announcer::announce": r"^fsdp::Announcer::announce\(",
-    "BackwardExchange": r"^fsdp::BackwardExchange::(begin|end)\(",
+    "RankExchange": r"^fsdp::RankExchange::(begin|end)\(",
 }
 LINE = re.compile(r"\s*([\d,]+) \([^)]*\)\s+[^:]*:(.+?)(?: \[.*\])?$")
 

@@ -350,14 +350,14 @@ FAULTS = (
     ),
     Fault(
         "a parameter that no rank has used since gets a gradient of earlier steps",
-        f"{CORE}/agree/backward_exchange.cpp",
+        f"{CORE}/agree/rank_exchange.cpp",
         "std::fill(used_by_any_.begin(), used_by_any_.end(), 0);",
         cpp=CPP,
         python=("unused_parameters", "random_routing"),
     ),
     Fault(
         "ranks of the first shard group alone say what a smaller mesh has used",
-        f"{CORE}/agree/backward_exchange.cpp",
+        f"{CORE}/agree/rank_exchange.cpp",
         "first < size()",
         "first < group_size",
         cpp=CPP,

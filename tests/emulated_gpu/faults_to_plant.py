@@ -172,11 +172,11 @@ NOT_SEEN = {
     "comm/nccl/nccl_buffers.cpp synchronize: device_.synchronizer()();": AFTER_USE,
     "comm/nccl/nccl_watchdog.cpp update_oldest_pending: "
     "if (candidate.pending && candidate.event->query()) {": ONLY_TIMES,
-    "core/agree/backward_exchange.cpp ~BackwardExchange: lanes_.gather.drain();": AFTER_USE,
-    "core/agree/backward_exchange.cpp ~BackwardExchange: replicas_->gather.drain();": AFTER_USE,
-    "core/agree/backward_exchange.cpp all_gather: "
+    "core/agree/rank_exchange.cpp ~RankExchange: lanes_.gather.drain();": AFTER_USE,
+    "core/agree/rank_exchange.cpp ~RankExchange: replicas_->gather.drain();": AFTER_USE,
+    "core/agree/rank_exchange.cpp all_gather: "
     "received_->synchronize(lanes_.device->timeout(), label);": NOT_PINNED,
-    "core/agree/backward_exchange.cpp join: compute.wait(*received_, kExchange);": (
+    "core/agree/rank_exchange.cpp join: compute.wait(*received_, kExchange);": (
         "it orders collectives of ranks, not memory, and tests with replays have no replicas"
     ),
     "core/units/unit_set.cpp form: gatherer_.synchronize();": AFTER_USE,

@@ -74,8 +74,7 @@ struct OrderCheck::Order {
   Entry entries[kMost];
 };
 
-OrderCheck::OrderCheck(Lanes& lanes, BackwardExchange& exchange)
-    : lanes_(lanes), exchange_(exchange) {}
+OrderCheck::OrderCheck(Lanes& lanes, RankExchange& exchange) : lanes_(lanes), exchange_(exchange) {}
 
 void OrderCheck::compare(const Bucket& bucket) {
   FSDP_CHECK(!lanes_.device->is_capturing(),

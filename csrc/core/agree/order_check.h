@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "core/agree/backward_exchange.h"
+#include "core/agree/rank_exchange.h"
 #include "core/lanes.h"
 #include "core/units/bucket.h"
 #include "core/units/merging.h"
@@ -21,7 +21,7 @@ namespace fsdp {
 class OrderCheck {
  public:
   // Both outlive this object.
-  OrderCheck(Lanes& lanes, BackwardExchange& exchange);
+  OrderCheck(Lanes& lanes, RankExchange& exchange);
 
   // Whether collectives of this pass are still compared.
   bool is_due(bool in_backward) const {
@@ -43,7 +43,7 @@ class OrderCheck {
                                   const std::vector<std::unique_ptr<Unit>>& units) const;
 
   Lanes& lanes_;
-  BackwardExchange& exchange_;
+  RankExchange& exchange_;
   bool forward_is_compared_ = false;
   bool backward_is_compared_ = false;
   std::uint64_t sequence_ = 0;

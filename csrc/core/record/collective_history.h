@@ -6,7 +6,7 @@
 // each collective has a tag: a hash of its units, operation, dtypes, size and iteration. On other
 // meshes than the root's, the history has no sizes, and one entry for all pieces of a bucket.
 // Shared memory and composed collectives compare the tags when ranks meet. Other transports cannot,
-// so in each backward all ranks compare a hash of all their tags (core/agree/backward_exchange.h).
+// so in each backward all ranks compare a hash of all their tags (core/agree/rank_exchange.h).
 //
 // An iteration ends with a backward that reduced gradients. Forwards do not count, because one rank
 // alone may run some if its parameters stay unsharded.

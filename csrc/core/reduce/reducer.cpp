@@ -444,7 +444,7 @@ void Reducer::apply_hook(const Reduction& reduction, void* reduced) {
 }
 
 // Parameters without a gradient on this rank may have one on another:
-// Note [parameters that some ranks do not use] in core/agree/backward_exchange.h.
+// Note [parameters that some ranks do not use] in core/agree/rank_exchange.h.
 void Reducer::set_sharded_gradients(const Bucket& bucket, const Units& units) {
   for (Unit* unit : units) {
     unit->gradients.is_reduced_ = true;

@@ -8,7 +8,7 @@
 // backward's thread: on the lane's, Python might free a model, and freeing a model waits for the
 // lane's thread. Before the third bucket is reduced, the update of the first one is finished. If
 // this rank did not use all parameters of a unit, the unit is updated at the end of backward (Note
-// [parameters that some ranks do not use] in core/agree/backward_exchange.h). Some updates first
+// [parameters that some ranks do not use] in core/agree/rank_exchange.h). Some updates first
 // compute a norm of the unit's gradients over all ranks. So ranks compute the norms of a bucket's
 // units in the order of reductions, before they update any of them, and also for units whose
 // gradients are missing on this rank: other ranks may have them. Backward raises if a unit was

@@ -16,8 +16,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/agree/backward_exchange.h"
 #include "core/agree/order_check.h"
+#include "core/agree/rank_exchange.h"
 #include "core/gather/gatherer.h"
 #include "core/lanes.h"
 #include "core/record/ledger.h"
@@ -37,9 +37,9 @@ class BackwardSchedule {
  public:
   // All of these outlive this. `replicas` may be null.
   BackwardSchedule(Lanes& lanes, Lanes* replicas, const PipelineOptions& options, Ledger& ledger,
-                   UnitSet& units, BackwardExchange& exchange, OrderCheck& order_check,
-                   Passes& passes, Gatherer& gatherer, Reducer& reducer,
-                   const Prefetcher& prefetcher, ForwardOrder& forward_order)
+                   UnitSet& units, RankExchange& exchange, OrderCheck& order_check, Passes& passes,
+                   Gatherer& gatherer, Reducer& reducer, const Prefetcher& prefetcher,
+                   ForwardOrder& forward_order)
       : lanes_(lanes),
         replicas_(replicas),
         device_(*lanes.device),
@@ -93,7 +93,7 @@ class BackwardSchedule {
   const PipelineOptions& options_;
   Ledger& ledger_;
   UnitSet& units_;
-  BackwardExchange& exchange_;
+  RankExchange& exchange_;
   OrderCheck& order_check_;
   Passes& passes_;
   Gatherer& gatherer_;

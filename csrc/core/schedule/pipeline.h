@@ -33,8 +33,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/agree/backward_exchange.h"
 #include "core/agree/order_check.h"
+#include "core/agree/rank_exchange.h"
 #include "core/gather/gatherer.h"
 #include "core/lanes.h"
 #include "core/record/ledger.h"
@@ -117,7 +117,7 @@ class Pipeline {
   UnitSet& units() { return units_; }
   Unit& unit(int number) const { return units_.at(number); }
   Ledger& ledger() { return ledger_; }
-  BackwardExchange& exchange() { return exchange_; }
+  RankExchange& exchange() { return exchange_; }
   Gatherer& gatherer() { return gatherer_; }
   Reducer& reducer() { return reducer_; }
 
@@ -139,7 +139,7 @@ class Pipeline {
   // The destructors of the gatherer and the reducer wait for work in flight, which uses the units,
   // the exchange and the buckets. So these come first.
   UnitSet units_;
-  BackwardExchange exchange_;
+  RankExchange exchange_;
   OrderCheck order_check_;
   const std::shared_ptr<Passes> shared_passes_ = std::make_shared<Passes>();
   Passes& passes_ = *shared_passes_;

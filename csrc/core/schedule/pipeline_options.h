@@ -10,7 +10,7 @@ struct PipelineOptions {
   bool has_peers = true;            // ranks that are not simulated
   bool check_order = true;          // compare the first iteration's collectives across ranks
   bool keeps_gather_inputs = true;  // Note [gather inputs] in core/gather/gatherer.h
-  std::vector<int> mesh_ranks;      // as in BackwardExchange
+  std::vector<int> mesh_ranks;      // as in RankExchange
   bool is_last_backward = true;     // the end of backward waits for all reductions
 };
 

@@ -12,7 +12,7 @@ namespace fsdp {
 
 UnitSet::UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
                  Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check,
-                 BackwardExchange& exchange)
+                 RankExchange& exchange)
     : lanes_(lanes),
       options_(options),
       forward_order_(forward_order),

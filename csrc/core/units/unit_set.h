@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/agree/backward_exchange.h"
 #include "core/agree/order_check.h"
+#include "core/agree/rank_exchange.h"
 #include "core/gather/gatherer.h"
 #include "core/lanes.h"
 #include "core/reduce/reducer.h"
@@ -24,8 +24,7 @@ class UnitSet {
  public:
   // The set uses these in its calls only. They may be made after it, and end before it.
   UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
-          Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check,
-          BackwardExchange& exchange);
+          Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check, RankExchange& exchange);
 
   UnitSet(const UnitSet&) = delete;
   UnitSet& operator=(const UnitSet&) = delete;
@@ -94,7 +93,7 @@ class UnitSet {
   Gatherer& gatherer_;
   Reducer& reducer_;
   OrderCheck& order_check_;
-  BackwardExchange& exchange_;
+  RankExchange& exchange_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   Partition partition_;  // of buckets_

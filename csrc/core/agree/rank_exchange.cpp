@@ -1,4 +1,4 @@
-#include "core/agree/backward_exchange.h"
+#include "core/agree/rank_exchange.h"
 
 #include <algorithm>
 #include <cstring>
@@ -20,8 +20,8 @@ void set_bit(char* bits, std::size_t i) {
 
 }  // namespace
 
-BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers,
-                                   std::vector<int> mesh_ranks)
+RankExchange::RankExchange(Lanes& lanes, Lanes* replicas, bool has_peers,
+                           std::vector<int> mesh_ranks)
     : lanes_(lanes),
       replicas_(replicas),
       has_peers_(has_peers && size() > 1),
@@ -29,7 +29,7 @@ BackwardExchange::BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers
       group_received_(lanes.device->new_event()),
       received_(lanes.device->new_event()) {}
 
-BackwardExchange::~BackwardExchange() {
+RankExchange::~RankExchange() {
   if (!is_in_flight_ && unanswered_.empty()) {
     return;
   }
@@ -39,23 +39,23 @@ BackwardExchange::~BackwardExchange() {
   }
 }
 
-std::size_t BackwardExchange::size() const {
+std::size_t RankExchange::size() const {
   const int replicas = replicas_ != nullptr ? replicas_->gather.communicator().size() : 1;
   return static_cast<std::size_t>(replicas * lanes_.gather.communicator().size());
 }
 
-std::size_t BackwardExchange::rank() const {
+std::size_t RankExchange::rank() const {
   const int replica = replicas_ != nullptr ? replicas_->gather.communicator().rank() : 0;
   const Communicator& communicator = lanes_.gather.communicator();
   return static_cast<std::size_t>(replica * communicator.size() + communicator.rank());
 }
 
-int BackwardExchange::global_rank(std::size_t place) const {
+int RankExchange::global_rank(std::size_t place) const {
   return mesh_ranks_.empty() ? static_cast<int>(place) : mesh_ranks_.at(place);
 }
 
-void BackwardExchange::gather_from_all(const std::string& what, const void* mine, void* of_group,
-                                       void* all, std::size_t bytes) {
+void RankExchange::gather_from_all(const std::string& what, const void* mine, void* of_group,
+                                   void* all, std::size_t bytes) {
   Lane& lane = lanes_.gather;
   lane.host_all_gather(what, what, mine, replicas_ != nullptr ? of_group : all, bytes);
   if (replicas_ == nullptr) {
@@ -70,14 +70,14 @@ void BackwardExchange::gather_from_all(const std::string& what, const void* mine
   across.stream().record(*received_);
 }
 
-void BackwardExchange::join(Stream& compute) {
+void RankExchange::join(Stream& compute) {
   if (has_peers_) {
     compute.wait(*received_, kExchange);
   }
 }
 
-std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
-                                                      const std::string& mine) {
+std::vector<std::string> RankExchange::all_gather(const std::string& what,
+                                                  const std::string& mine) {
   if (!has_peers_) {
     return {mine};
   }
@@ -100,7 +100,7 @@ std::vector<std::string> BackwardExchange::all_gather(const std::string& what,
   return messages;
 }
 
-void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
+void RankExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
   const auto is_reduced = [](const auto& unit) { return unit->gradients.is_reduced(); };
   // A captured graph replays one step, whose ranks were compared in earlier steps.
   if (!has_peers_ || lanes_.device->is_capturing() ||
@@ -116,7 +116,7 @@ void BackwardExchange::begin(const std::vector<std::unique_ptr<Unit>>& units) {
   }
 }
 
-void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
+void RankExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
   const bool any_missing = std::any_of(units.begin(), units.end(), [](const auto& unit) {
     return unit->gradients.misses_gradients();
   });
@@ -128,7 +128,7 @@ void BackwardExchange::end(const std::vector<std::unique_ptr<Unit>>& units) {
   }
 }
 
-void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
+void RankExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
   resize(units);
   auto* message = static_cast<char*>(mine_.get());
   std::memset(message, 0, message_bytes_);
@@ -149,7 +149,7 @@ void BackwardExchange::send(const std::vector<std::unique_ptr<Unit>>& units) {
 }
 
 // Collectives that were aborted have ended without messages.
-void BackwardExchange::check_communicators() {
+void RankExchange::check_communicators() {
   lanes_.gather.communicator().check();
   if (replicas_ != nullptr) {
     replicas_->gather.communicator().check();
@@ -157,7 +157,7 @@ void BackwardExchange::check_communicators() {
 }
 
 // Waits for the messages of the last exchange and reads them, if that has not happened yet.
-void BackwardExchange::receive() {
+void RankExchange::receive() {
   if (!is_in_flight_) {
     return;
   }
@@ -177,7 +177,7 @@ void BackwardExchange::receive() {
 // The ranks of one shard group issue the same gathers and reductions. Two shard groups may issue
 // different ones, for example if one of them evaluates more batches. All ranks issue the same
 // all-reductions.
-void BackwardExchange::compare_hashes() {
+void RankExchange::compare_hashes() {
   const auto group_size = static_cast<std::size_t>(lanes_.gather.communicator().size());
   for (std::size_t other = 0; other < size(); ++other) {
     const std::size_t first = other / group_size * group_size;
@@ -194,14 +194,14 @@ void BackwardExchange::compare_hashes() {
   }
 }
 
-BackwardExchange::Hashes BackwardExchange::hashes_of(std::size_t rank) const {
+RankExchange::Hashes RankExchange::hashes_of(std::size_t rank) const {
   Hashes hashes;
   std::memcpy(&hashes, message_of(rank), sizeof(hashes));
   return hashes;
 }
 
-void BackwardExchange::throw_difference(const char* lane, const CollectiveHistory& mine,
-                                        std::size_t one, std::size_t another) {
+void RankExchange::throw_difference(const char* lane, const CollectiveHistory& mine,
+                                    std::size_t one, std::size_t another) {
   const auto all = of_all(kHistories, mine.records());
   const std::size_t shown = rank() == one ? one : another;  // this rank, if it is one of the two
   const std::size_t other = rank() == one ? another : one;
@@ -209,7 +209,7 @@ void BackwardExchange::throw_difference(const char* lane, const CollectiveHistor
       describe_difference(lane, global_rank(shown), all[shown], global_rank(other), all[other]));
 }
 
-void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {
+void RankExchange::set_gradients_of_others(const std::vector<std::unique_ptr<Unit>>& units) {
   std::size_t bit = 0;
   for (const auto& unit : units) {
     for (std::size_t i = 0; i < unit->gradients.used().size(); ++i, ++bit) {
@@ -222,7 +222,7 @@ void BackwardExchange::set_gradients_of_others(const std::vector<std::unique_ptr
 
 // Whether any rank of the unit's mesh used the parameter. See Note [several meshes] in
 // core/lanes.h.
-bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
+bool RankExchange::is_used(const Unit& unit, std::size_t bit) const {
   if (bit / 8 >= used_by_any_.size()) {
     return false;  // no messages were sent yet
   }
@@ -244,7 +244,7 @@ bool BackwardExchange::is_used(const Unit& unit, std::size_t bit) const {
 }
 
 // Allocates for the first message, and again only if units were added.
-void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
+void RankExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
   std::size_t bits = 0;
   for (const auto& unit : units) {
     bits += unit->gradients.used().size();
@@ -263,7 +263,7 @@ void BackwardExchange::resize(const std::vector<std::unique_ptr<Unit>>& units) {
   }
 }
 
-char* BackwardExchange::message_of(std::size_t rank) const {
+char* RankExchange::message_of(std::size_t rank) const {
   return static_cast<char*>(all_.get()) + rank * message_bytes_;
 }
 

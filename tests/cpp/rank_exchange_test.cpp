@@ -1,6 +1,6 @@
 // What ranks tell each other at the end of backward: parameters that only some of them used, and
 // collectives that differ.
-#include "core/agree/backward_exchange.h"
+#include "core/agree/rank_exchange.h"
 
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ std::vector<int> backward_without(Rank& rank, int without, bool passes_inputs) {
       .reduced;
 }
 
-TEST(BackwardExchange, AParameterThatOneRankUsesHasAGradientOnAllRanks) {
+TEST(RankExchange, AParameterThatOneRankUsesHasAGradientOnAllRanks) {
   for (const bool passes_inputs : {true, false}) {
     on_ranks(3, 3, [&](Rank& rank, int r) {
       for (int step = 0; step < 2; ++step) {
@@ -58,7 +58,7 @@ TEST(BackwardExchange, AParameterThatOneRankUsesHasAGradientOnAllRanks) {
 }
 
 // On rank 1 no hook of unit 3 runs, and none when backward has passed a unit's inputs.
-TEST(BackwardExchange, ARankOnWhichHooksDoNotRunIssuesTheSame) {
+TEST(RankExchange, ARankOnWhichHooksDoNotRunIssuesTheSame) {
   on_ranks(2, 5, [&](Rank& rank, int r) {
     rank.step(1.0F);
     const std::vector<CallId> calls = rank.forward(rank.in_order());
@@ -83,7 +83,7 @@ TEST(BackwardExchange, ARankOnWhichHooksDoNotRunIssuesTheSame) {
   });
 }
 
-TEST(BackwardExchange, AParameterThatNoRankUsesHasNone) {
+TEST(RankExchange, AParameterThatNoRankUsesHasNone) {
   on_ranks(2, 3, [&](Rank& rank, int) {
     backward_without(rank, 2, /*passes_inputs=*/true);
     EXPECT_TRUE(rank.unit(2).has_sharded_gradient(0));
@@ -91,7 +91,7 @@ TEST(BackwardExchange, AParameterThatNoRankUsesHasNone) {
   });
 }
 
-TEST(BackwardExchange, WithoutPeersARankHasItsOwnGradientsOnly) {
+TEST(RankExchange, WithoutPeersARankHasItsOwnGradientsOnly) {
   PipelineOptions options;
   options.has_peers = false;
   on_ranks(
@@ -103,12 +103,12 @@ TEST(BackwardExchange, WithoutPeersARankHasItsOwnGradientsOnly) {
       options);
 }
 
-TEST(BackwardExchange, ATimeoutIsReportedAlthoughAnAnswerMayStillCome) {
+TEST(RankExchange, ATimeoutIsReportedAlthoughAnAnswerMayStillCome) {
   const auto gather_point = std::make_shared<MeetingPoint>(2, kTimeout);
   const auto reduce_point = std::make_shared<MeetingPoint>(2, kTimeout);
   Lanes lanes = make_lanes(new ThreadsCommunicator(gather_point, 0), reduce_point, 0,
                            std::chrono::milliseconds(20));
-  BackwardExchange exchange(lanes, nullptr, /*has_peers=*/true);
+  RankExchange exchange(lanes, nullptr, /*has_peers=*/true);
   EXPECT_THROW(exchange.all_gather("an exchange", "mine"), TimeoutError);
   gather_point->meet(1, "ours", [](const std::vector<const void*>& messages) {
     EXPECT_EQ(std::string(static_cast<const char*>(messages[0]), 4), "mine");
@@ -116,7 +116,7 @@ TEST(BackwardExchange, ATimeoutIsReportedAlthoughAnAnswerMayStillCome) {
 }
 
 // All units have the same size, so the transport notices nothing.
-TEST(BackwardExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
+TEST(RankExchange, RanksThatRunUnitsInAnotherOrderSayWhereTheyDiffer) {
   PipelineOptions options;
   options.prefetch_depth = 0;  // a prefetch would follow the recorded order on both ranks
   options.mesh_ranks = {4, 6};

@@ -1,7 +1,7 @@
-// At the end of a backward that reduced gradients, ranks tell each other which parameters they used
-// and which collectives they have issued. The exchange is one small message. The gather lane is
-// idle then, so the message overlaps the last reduction. It also carries other comparisons of all
-// ranks (`all_gather`).
+// Small messages in which all ranks tell each other what they compare. At the end of a backward
+// that reduced gradients, one message says which parameters each rank used and which collectives it
+// has issued. The gather lane is idle then, so the message overlaps the last reduction. Other
+// comparisons use `all_gather`.
 //
 // Note [parameters that some ranks do not use]
 // A rank that did not use a parameter, such as an expert, sends zeros for it. So the sum is right
@@ -26,19 +26,19 @@
 
 namespace fsdp {
 
-class BackwardExchange {
+class RankExchange {
  public:
   // Without peers (simulated ranks) nothing is sent. `replicas` may be null: Note [replicas] in
   // core/reduce/reducer.h. The ranks of a shard group exchange their messages first. Then each
   // rank exchanges its group's messages with its replicas, so every rank has those of all ranks.
   // `mesh_ranks` has the global rank of each message's sender, for errors. If it is empty, ranks
   // are numbered by the places of their messages.
-  BackwardExchange(Lanes& lanes, Lanes* replicas, bool has_peers, std::vector<int> mesh_ranks = {});
+  RankExchange(Lanes& lanes, Lanes* replicas, bool has_peers, std::vector<int> mesh_ranks = {});
   // Work in flight still uses the buffers that are freed now.
-  ~BackwardExchange();
+  ~RankExchange();
 
-  BackwardExchange(const BackwardExchange&) = delete;
-  BackwardExchange& operator=(const BackwardExchange&) = delete;
+  RankExchange(const RankExchange&) = delete;
+  RankExchange& operator=(const RankExchange&) = delete;
 
   // Call both at the end of each backward. `begin` sends the message if this backward reduced
   // gradients (Unit::is_reduced, Unit::used). `end` sets the sharded gradients of parameters that
