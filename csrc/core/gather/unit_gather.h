@@ -43,7 +43,7 @@ class UnitGather {
   const Slot* slot() const { return slot_; }  // of the bucket, while this unit uses it
 
   // Both are for unsharded units: Note [after an evaluation].
-  void hold(bool by_user) { is_held_ = by_user; }
+  void set_held(bool by_user) { is_held_ = by_user; }
   void put_away(UnitPort& port, bool by_backward = false) {
     if (is_unsharded() && !is_put_away() && !is_held_) {
       put_away_ = by_backward ? PutAway::ByBackward : PutAway::BetweenSteps;

@@ -236,7 +236,7 @@ void Pipeline::unshard(int number, CallId expected) try {
     gatherer_.begin_iteration();  // the shards may have changed since the last one
   }
   gatherer_.unshard(unit, /*on_demand=*/true);
-  hold(unit);
+  note_holder(unit);
 } catch (const Error& error) {
   fail(error);
 }
@@ -245,7 +245,7 @@ void Pipeline::wait_for_unshard(int number) try {
   Unit& unit = this->unit(number);
   if (unit.gather.state() == UnitState::Gathering) {
     gatherer_.attach(unit);
-    hold(unit);
+    note_holder(unit);
   } else {
     gatherer_.note_read(unit);
   }
@@ -257,9 +257,9 @@ void Pipeline::wait_for_unshard(int number) try {
 }
 
 // See Note [after an evaluation].
-void Pipeline::hold(Unit& unit) {
+void Pipeline::note_holder(Unit& unit) {
   if (unit.gather.is_unsharded()) {
-    unit.gather.hold(/*by_user=*/passes_.is_between());
+    unit.gather.set_held(/*by_user=*/passes_.is_between());
   }
 }
 

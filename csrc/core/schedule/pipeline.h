@@ -124,7 +124,7 @@ class Pipeline {
  private:
   void reshard_for_capture();
   CallId enter_forward(Unit& unit);
-  void hold(Unit& unit);
+  void note_holder(Unit& unit);
   [[noreturn]] void fail(const Error& error);
   void end_evaluation();
   auto next_of_forward();
