@@ -222,8 +222,7 @@ void BackwardSchedule::end_backward() try {
   is_second_backward_ = !backward_may_reshard_;
   order_check_.end_backward();
   if (!forward_order_.is_recorded()) {
-    forward_order_.finish_recording();
-    units_.invalidate_partition();
+    units_.finish_recording();
   }
 } catch (const Error& error) {
   fail(error);

@@ -48,8 +48,7 @@ CallId Pipeline::begin_forward(int outermost, bool with_gradient) try {
   }
   shards_have_changed_ = gatherer_.reshard_outdated(units_.all()) || shards_have_changed_;
   if (!forward_order_.is_recorded() && forward_order_.has_entered(outermost)) {
-    forward_order_.finish_recording();
-    units_.invalidate_partition();
+    units_.finish_recording();
   }
   if (device_.is_capturing() || gatherer_.has_been_captured()) {
     reshard_for_capture();

@@ -10,7 +10,7 @@
 
 namespace fsdp {
 
-UnitSet::UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
+UnitSet::UnitSet(Lanes& lanes, const PipelineOptions& options, ForwardOrder& forward_order,
                  Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check,
                  RankExchange& exchange)
     : lanes_(lanes),

@@ -23,7 +23,7 @@ namespace fsdp {
 class UnitSet {
  public:
   // The set uses these in its calls only. They may be made after it, and end before it.
-  UnitSet(Lanes& lanes, const PipelineOptions& options, const ForwardOrder& forward_order,
+  UnitSet(Lanes& lanes, const PipelineOptions& options, ForwardOrder& forward_order,
           Gatherer& gatherer, Reducer& reducer, OrderCheck& order_check, RankExchange& exchange);
 
   UnitSet(const UnitSet&) = delete;
@@ -39,8 +39,11 @@ class UnitSet {
   // Empty until buckets are formed.
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
 
-  // The ranks have recorded another order of forward, which decides which units share a bucket.
-  void invalidate_partition() { partition_is_stale_ = true; }
+  // Ends the recording of the first order of forward, which decides which units share a bucket.
+  void finish_recording() {
+    forward_order_.finish_recording();
+    invalidate_partition();
+  }
   // Whether the next update has something to do.
   bool is_stale() const { return partition_is_stale_ || !memory_is_planned(); }
   // Updates the buckets and plans their memory. If a unit uses a slot of the ring now (the user has
@@ -75,6 +78,7 @@ class UnitSet {
   enum class Compared : std::uint8_t { Nothing, Registration, Recorded };
   static constexpr int kNotPlanned = -1;
 
+  void invalidate_partition() { partition_is_stale_ = true; }
   void invalidate_memory() { planned_depth_ = kNotPlanned; }
   bool memory_is_planned() const { return planned_depth_ == options_.prefetch_depth; }
   bool is_ring_in_use() const;
@@ -89,7 +93,7 @@ class UnitSet {
 
   Lanes& lanes_;
   const PipelineOptions& options_;
-  const ForwardOrder& forward_order_;
+  ForwardOrder& forward_order_;
   Gatherer& gatherer_;
   Reducer& reducer_;
   OrderCheck& order_check_;
