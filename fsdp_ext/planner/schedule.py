@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from fsdp_ext._util.numbers import is_real
 from fsdp_ext.comm.link import Link
@@ -80,8 +81,8 @@ class PredictedSpan:
 
     ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has a span
     on "compute" in forward and, if it has a backward, one in backward. An update adds one, on
-    "compute" or on the lane of the reduction. If gradients are packed ahead, it has two on
-    "reduce": the copies and the wire. With replicas it has one span there for each message.
+    "compute" or on the lane of the reduction. A reduction has two spans on "reduce": the copies and
+    the wire. With replicas it has one for each message in place of the second.
     """
 
     lane: str
@@ -140,6 +141,11 @@ def predict(
     while the next one is reduced (Note [replicas] in csrc/core/reduce/reducer.h). Each lane works
     in order. The step ends when compute and all reductions have ended.
 
+    Compute waits until a stage's gradients are packed, at the latest before the next reduction is
+    issued. If the gradients of both stages are many, it waits before the next stage's backward
+    (Note [gradient lifetime] in csrc/core/reduce/reducer.h). All copies of a reduction count as
+    packing.
+
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
     rate 1 / (k * contention). If the link has ``one_wire``, a gather and a reduction that run at
@@ -147,6 +153,8 @@ def predict(
 
     The host is assumed to keep step with compute, as it does on the CPU. Ahead of a GPU it issues
     gathers sooner, but they wait for their slots; with ``depth + 1`` slots the result is the same.
+    Slots count as equally large. In a run, small stages may stay in the ring longer, which saves
+    gathers.
 
     Args:
         root: the stage that encloses the others, or None. It computes after them in forward and
@@ -162,8 +170,7 @@ def predict(
             shared memory or gloo and one core per rank, ``python -m bench predict`` fits 0.2 to
             0.9.
         packs_ahead: whether the copies of a reduction overlap the wire of the one before it, as on
-            a GPU (Note [packing ahead] in csrc/core/reduce/reducer.h). All of them count as
-            packing.
+            a GPU (Note [packing ahead] in csrc/core/reduce/reducer.h).
         replica_link: the link of all-reduces over replicas, which take ``alpha + 2 * bytes / beta``
             with its figures for reductions. Stages that all-reduce need it.
         updates_on_lane: whether updates follow their reductions on the lane, as on a GPU, or run
@@ -308,11 +315,17 @@ class _Clock:
             if end == passed:
                 job = lane.jobs.popleft()
                 job.done, lane.left = True, None
-                self.spans.append(PredictedSpan(lane.name, job.name, lane.begin, self.now))
+                if job.seconds > 0:
+                    self.spans.append(PredictedSpan(lane.name, job.name, lane.begin, self.now))
         return 0.0 if passed == computed else max(0.0, compute - passed * rate)
 
 
 # - The schedule's calls
+
+
+def _gradient_bytes(stage: Stage) -> int:
+    """Return the size of a stage's gradients before they are reduced, in the reduction's dtype."""
+    return stage.reduce_bytes or stage.all_reduce_bytes
 
 
 @dataclass
@@ -327,36 +340,30 @@ class _Reductions:
     last: list[_Job] = field(default_factory=list)
     outputs: list[_Job] = field(default_factory=list)
 
-    def issue(self, stage: Stage) -> _Job | None:
-        """Issue a reduction and the update on its lane; return the last of these jobs."""
-        last = None
-        copies, after = stage.copy_seconds_reduce, list[_Job]()
-        if self.packing is not None and copies > 0:
-            free = self.last[-2:-1]  # the message that had this input before
-            after.append(self.packing.issue(stage.name, 0, 0, copies, free))
-            copies = 0.0
+    def issue(self, stage: Stage) -> tuple[_Job, _Job]:
+        """Issue a reduction and the update on its lane; return packing and the last of the jobs."""
+        free = self.last[-2:-1]  # the message that had this input before
+        packing = self.packing or self.wire
+        packed = packing.issue(stage.name, 0, 0, stage.copy_seconds_reduce, free)
         if self.all_reduces is not None and stage.all_reduce_bytes > 0:
-            last = self._issue_with_all_reduces(self.all_reduces, stage, copies, after)
-        elif stage.reduce_bytes > 0 or copies > 0:
+            last = self._issue_with_all_reduces(self.all_reduces, stage, packed)
+        else:
             messages, nbytes = stage.reduce_messages, stage.reduce_bytes
-            last = self.wire.issue(stage.name, messages, nbytes, copies, after)
+            last = self.wire.issue(stage.name, messages, nbytes, 0.0, [packed])
             self.last.append(last)
         if self.updates_on_lane and stage.update > 0:
             lane = self.all_reduces if stage.all_reduce_bytes > 0 else self.wire
-            last = (lane or self.wire).issue(stage.name, 0, 0, stage.update, after)
-        return last
+            last = (lane or self.wire).issue(stage.name, 0, 0, stage.update)
+        return packed, last
 
-    def _issue_with_all_reduces(
-        self, all_reduces: _Lane, stage: Stage, copies: float, after: Sequence[_Job]
-    ) -> _Job:
+    def _issue_with_all_reduces(self, all_reduces: _Lane, stage: Stage, packed: _Job) -> _Job:
         """Issue each message of a reduction, and its all-reduce behind it."""
         count = stage.reduce_messages
         for _ in range(count):
             needs_output = not stage.reduces_in_place
             free = self.outputs[-2:-1] if needs_output else []
-            reduced = self.wire.issue(
-                stage.name, 1, stage.reduce_bytes / count, copies / count, [*after, *free]
-            )
+            nbytes = stage.reduce_bytes / count
+            reduced = self.wire.issue(stage.name, 1, nbytes, 0.0, [packed, *free])
             nbytes = 2 * stage.all_reduce_bytes / count
             summed = all_reduces.issue(stage.name, 1, nbytes, 0.0, [reduced])
             if needs_output:
@@ -380,6 +387,7 @@ class _Program:
     done: dict[int, _Job] = field(default_factory=dict)  # the last gather of each stage
     overflow: set[int] = field(default_factory=set)  # stages that were gathered without a slot
     updated: deque[tuple[Stage, _Job | None]] = field(default_factory=deque)  # updates in flight
+    packed: tuple[Stage, _Job] | None = None  # the last packing, if compute has not waited for it
 
     def run(self, has_root: bool) -> None:
         """Run the stages, the first of which encloses the others if ``has_root``."""
@@ -407,17 +415,34 @@ class _Program:
         self._leave(number)
 
     def _reduce(self, number: int) -> None:
-        stage = self.stages[number]
-        before = self.updated[-1][1] if self.updated else None
-        if before is not None and not self.reductions.updates_on_lane:
-            # On the host, backward waits until the previous stage's gradients are packed. The model
-            # waits for its whole reduction, and only if there are updates.
-            self.clock.wait_for(before)
-        self._finish_updates(most=1)
-        last = self.reductions.issue(stage)
+        stage, last = self.stages[number], None
+        if _gradient_bytes(stage) > 0 or stage.copy_seconds_reduce > 0:
+            self._wait_for_packing()
+            self._finish_updates(most=1)
+            packed, last = self.reductions.issue(stage)
+            self.packed = (stage, packed)
         if stage.update > 0:
             self.updated.append((stage, last))
         self._leave(number)
+
+    @cached_property
+    def _most_gradients(self) -> int:
+        """``ReduceMemory::most_gradients``."""
+        nbytes = sorted(filter(None, map(_gradient_bytes, self.stages)), reverse=True)
+        return max(nbytes[0], 2 * nbytes[len(nbytes) // 4]) if nbytes else 0
+
+    def _make_room(self, number: int) -> None:
+        """``Reducer::make_room``."""
+        if self.packed is not None:
+            both = _gradient_bytes(self.packed[0]) + _gradient_bytes(self.stages[number])
+            if both > self._most_gradients:
+                self._wait_for_packing()
+
+    def _wait_for_packing(self) -> None:
+        """``Reducer::free_packed_gradients``."""
+        if self.packed is not None:
+            self.clock.wait_for(self.packed[1])
+            self.packed = None
 
     def _finish_updates(self, most: int) -> None:
         """``Reducer::finish_updates``."""
@@ -434,6 +459,7 @@ class _Program:
         for target in ahead[: self.depth]:
             if not self._gather(target, on_demand=False):
                 break
+        self._make_room(number)
         gather = self.unsharded[number]
         if gather is not None:
             self.clock.wait_for(gather)

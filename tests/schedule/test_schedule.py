@@ -181,7 +181,7 @@ def test_packing_ahead_overlaps_the_wire_of_the_reduction_before() -> None:
     chain = [replace(stage(name, 1, 1), copy_seconds_reduce=2) for name in "abcd"]
     serial = predict(None, chain, fixed(4), depth=3)
     ahead = predict(None, chain, fixed(4), depth=3, packs_ahead=True)
-    assert spans(serial, "reduce")[0] == ("d", 18, 24)
+    assert spans(serial, "reduce")[:3] == [("d", 18, 20), ("d", 20, 24), ("c", 24, 26)]
     # c is packed while d is on the wire, and b when d has left its input.
     assert spans(ahead, "reduce") == [
         ("d", 18, 20),
@@ -197,6 +197,23 @@ def test_packing_ahead_overlaps_the_wire_of_the_reduction_before() -> None:
     assert serial.wire == ahead.wire
 
 
+def test_compute_waits_until_earlier_gradients_are_packed() -> None:
+    def backward(sizes: tuple[int, ...]) -> list[tuple[str, float, float]]:
+        chain = [
+            Stage(name, 1, 1, 0, size, copy_seconds_reduce=2)
+            for name, size in zip("abcd", sizes, strict=True)
+        ]
+        step = predict(None, chain, fixed(3))
+        packed = [begin + 2 for _, begin, end in spans(step, "reduce") if end - begin == 2]
+        assert packed == [7, 12, 17, 22]
+        return spans(step, "compute")[4:]
+
+    # Before the reductions of c and b, that is, before the backward of b and a.
+    assert backward((1, 1, 1, 1)) == [("d", 4, 5), ("c", 5, 6), ("b", 7, 8), ("a", 12, 13)]
+    # The gradients of c with those of d or b are too many, so these waits come a stage earlier.
+    assert backward((1, 1, 3, 1)) == [("d", 4, 5), ("c", 7, 8), ("b", 12, 13), ("a", 13, 14)]
+
+
 def reduced(names: str, **options: Any) -> list[Stage]:
     """Return stages that gather nothing. Forward takes 1 s of each, and so does backward."""
     return [Stage(name, 1, 1, 0, 1, all_reduce_bytes=1, **options) for name in names]
@@ -209,8 +226,8 @@ def test_updates_run_where_compute_does_or_on_the_lane() -> None:
     assert spans(on_host, "compute")[5:] == [("a", 5, 6), ("c", 6, 8), ("b", 8, 10), ("a", 10, 12)]
     assert (on_host.step, on_host.compute, on_host.wire) == (12, 12, 3)
     slow = predict(None, stages, fixed(3))
-    assert spans(slow, "reduce") == [("c", 4, 7), ("b", 7, 10), ("a", 12, 15)]
-    assert spans(slow, "compute")[5:] == [("a", 7, 8), ("c", 10, 12), ("b", 12, 14), ("a", 15, 17)]
+    assert spans(slow, "reduce") == [("c", 4, 7), ("b", 7, 10), ("a", 10, 13)]
+    assert spans(slow, "compute")[5:] == [("a", 5, 6), ("c", 7, 9), ("b", 10, 12), ("a", 13, 15)]
     on_gpu = predict(None, stages, fixed(1), updates_on_lane=True)
     assert spans(on_gpu, "reduce") == [
         ("c", 4, 5),
@@ -279,7 +296,7 @@ def test_copies_and_messages_take_the_lanes_time() -> None:
     )
     step = predict(None, [one], fixed(1))
     assert spans(step, "gather") == [("a", 0, 3.5)]
-    assert spans(step, "reduce") == [("a", 5.5, 7.75)]
+    assert spans(step, "reduce") == [("a", 5.5, 5.75), ("a", 5.75, 7.75)]
     assert step.compute == 2
 
 
@@ -411,7 +428,7 @@ def test_a_step_has_room_for_each_lane(
     assert 0 <= step.hidden <= 1
     assert len(spans(step, "compute")) == 2 * len(chain)
     assert len(spans(step, "reduce")) == sum(
-        part.reduce_bytes > 0 or part.copy_seconds_reduce > 0 for part in chain
+        (part.reduce_bytes > 0) + (part.copy_seconds_reduce > 0) for part in chain
     )
 
 
