@@ -5,14 +5,13 @@ fsdp_ext.verify(model, batch, units=Block)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ext._util.losses import resolve_loss
@@ -24,9 +23,8 @@ from fsdp_ext.sharding.api import arguments as of_sharding
 from fsdp_ext.verifier import arguments, checks
 from fsdp_ext.verifier.checks import Site
 from fsdp_ext.verifier.random_state import random_state_kept
-from fsdp_ext.verifier.result import Check, Verification
+from fsdp_ext.verifier.result import Verification
 from fsdp_ext.verifier.subject import Subject
-from fsdp_ext.verifier.turns import run_in_turns
 
 
 def verify(
@@ -41,7 +39,6 @@ def verify(
     bucket_bytes: int | None = None,
     max_message_bytes: int | tuple[int | None, int | None] | None = None,
     prefetch: int | None = None,
-    ranks: int | None = None,
     verbose: bool = True,
 ) -> Verification:
     """Train sharded copies of a model beside unsharded ones, and report the first difference.
@@ -49,18 +46,17 @@ def verify(
     On every rank, an unsharded copy takes the same steps (forward, backward, plain SGD) as the
     sharded one. Losses, gradients of the batch, buffers and parameters have to agree bit for bit,
     and so do averaged gradients where the transport fixes the order of additions: over shared
-    memory, composed collectives and threads, and on one or two ranks with fp32 or fp64. Elsewhere
+    memory and composed collectives, and on one or two ranks with fp32 or fp64. Elsewhere
     gradients of N ranks may differ by ``(N - 1) eps_reduce + 2 eps_grad`` times the sum of the
     ranks' magnitudes, which bounds two sums of different order. If that exceeds half of a rank's
     average part, as in bfloat16 on 9 ranks (8 with gradients in bfloat16), gradients are not tried,
     and the result says so.
     Then the same is tried with released slots filled with NaN and streams that pause, with a unit
-    that half of the ranks do not use (if ranks are threads, all of them), with two forwards before
-    a backward, and twice, to compare two runs.
+    that half of the ranks do not use, with two forwards before a backward, and twice, to compare
+    two runs.
 
-    With a process group, all ranks call this together. Without one, ``ranks`` threads of this
-    process take turns as ranks. A check with streams that pause runs on one rank then, since
-    collectives of such threads overlap nothing.
+    All ranks call this together. Without a process group, this process is the only rank, which has
+    nothing to shard or to sum.
 
     Everything runs on copies: a rank needs memory for about three unsharded models and the
     activations of a step. The model, its gradients and buffers, the batch and the random generators
@@ -77,12 +73,10 @@ def verify(
             function that takes a module and returns whether it becomes a unit.
         mp_policy: as for ``fully_shard``. The unsharded copy computes in the same dtypes.
         reshard_after_forward: as for ``fully_shard``; of all units.
-        transport: a name, as for ``fully_shard``. Without a process group it is only checked, since
-            threads exchange data in this process.
+        transport: a name, as for ``fully_shard``.
         bucket_bytes: as for ``fully_shard``.
         max_message_bytes: as for ``fully_shard``.
         prefetch: as for ``fully_shard``.
-        ranks: how many threads are ranks if there is no process group; 2 by default.
         verbose: print the result on the first rank.
 
     Returns:
@@ -94,7 +88,6 @@ def verify(
         ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
             or another argument cannot be used, or ranks have different parameters, or the loss or a
             gradient is NaN or infinite without sharding.
-        NotImplementedError: without a process group, with PyTorch 2.11.
         Exception: any error of the unsharded model.
     """
     arguments.check_model(model)
@@ -103,67 +96,46 @@ def verify(
     if isinstance(transport, Simulated):
         raise TypeError(
             "verify got a Simulated transport, which moves no data, so nothing could be compared. "
-            "Leave transport out: without a process group, threads are the ranks."
+            "Leave transport out."
         )
-    size = arguments.resolve_ranks(ranks, model)
-    has_group = dist.is_available() and dist.is_initialized()
-    if not has_group and torch.__version__ < "2.12":
-        raise NotImplementedError(
-            "verify without a process group has threads as ranks, and DTensors of PyTorch 2.11 "
-            "crash there. Call it on ranks that torchrun has started, after init_process_group()."
-        )
-    devices = (param.device for param in model.parameters())
-    mesh = of_sharding.resolve_mesh(None, devices) if has_group else None
-    # Wrong arguments are refused before copies are made.
-    of_sharding.check_policy(mp_policy)
-    of_sharding.reshard_over(reshard_after_forward, size)
-    resolve_transport(transport, "cpu" if mesh is None else mesh.device_type)
-    of_sharding.check_numbers(bucket_bytes, max_message_bytes, prefetch)
     settings = {
         "mp_policy": mp_policy,
         "reshard_after_forward": reshard_after_forward,
-        "transport": transport if has_group else "process_group",
+        "transport": transport,
         "bucket_bytes": bucket_bytes,
         "max_message_bytes": max_message_bytes,
         "prefetch": prefetch,
     }
-    subject = Subject(
-        model=model,
-        batch=batch,
-        loss=loss,
-        unit_names=arguments.names_of_units(model, units),
-        settings=settings,
-        device=torch.device("cpu") if mesh is None else device_of(mesh.device_type),
-    )
-    arguments.check_copy(subject)
-    with random_state_kept():
-        found = _in_group(subject, mesh) if mesh is not None else _in_this_process(subject, size)
-    result = Verification(type(model).__name__, size, len(subject.unit_names) + 1, tuple(found))
-    if verbose and (mesh is None or dist.get_rank() == 0):
-        print(result)
+    with random_state_kept(), _process_group(model):
+        mesh = of_sharding.resolve_mesh(None, (param.device for param in model.parameters()))
+        # Wrong arguments are refused before copies are made.
+        of_sharding.check_policy(mp_policy)
+        of_sharding.reshard_over(reshard_after_forward, mesh.size())
+        resolve_transport(transport, mesh.device_type)
+        of_sharding.check_numbers(bucket_bytes, max_message_bytes, prefetch)
+        names = arguments.names_of_units(model, units)
+        device = device_of(mesh.device_type)
+        subject = Subject(model, batch, loss, names, settings, device)
+        arguments.check_copy(subject)
+        site = Site(subject, mesh)
+        checks.check_same_parameters(site)
+        checks.check_first_loss(site)
+        found = tuple(checks.run_checks(site))
+        result = Verification(type(model).__name__, mesh.size(), len(names) + 1, found)
+        if verbose and dist.get_rank() == 0:
+            print(result)
     return result
 
 
-def _in_group(subject: Subject, mesh: DeviceMesh) -> list[Check]:
-    site = Site(subject, mesh)
-    checks.check_same_parameters(site)
-    checks.check_first_loss(site)
-    return list(checks.run_checks(site, checks.ALL))
-
-
-def _in_this_process(subject: Subject, size: int) -> list[Check]:
-    """Check on threads, and on one rank whose lanes have streams of their own."""
-
-    def on_thread() -> list[Check]:
-        mesh = init_device_mesh("cpu", (size,))
-        site = Site(subject, mesh, may_differ=False)
-        checks.check_first_loss(site)
-        return list(checks.run_checks(site, checks.ALL))
-
-    found = run_in_turns(on_thread, size)[0]
+@contextlib.contextmanager
+def _process_group(model: nn.Module) -> Iterator[None]:
+    """Make a process group of one rank meanwhile, if there is none."""
+    if dist.is_initialized():
+        yield
+        return
+    arguments.check_is_on_host(model)
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
-        site = Site(subject, init_device_mesh("cpu", (1,)))
-        return [*found, *checks.run_checks(site, checks.WITH_STREAMS)]
+        yield
     finally:
         dist.destroy_process_group()

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
-from fsdp_ext._util.numbers import MOST_RANKS, is_at_least
 from fsdp_ext.planner.units import Units, chosen_modules
 from fsdp_ext.sharding.root.module_state import state_of
 from fsdp_ext.verifier.subject import Subject
@@ -45,25 +43,14 @@ def check_model(model: Any) -> None:
             )
 
 
-def resolve_ranks(ranks: int | None, model: nn.Module) -> int:
-    """Return how many ranks check the model."""
-    if ranks is not None and not is_at_least(ranks, 1, MOST_RANKS):
-        raise ValueError(f"verify got ranks={ranks!r}. Pass a positive whole number; 2 is usual.")
-    if dist.is_available() and dist.is_initialized():
-        if ranks not in (None, dist.get_world_size()):
-            raise ValueError(
-                f"verify got ranks={ranks}, but the process group has {dist.get_world_size()}. "
-                "Leave ranks out to use all of them."
-            )
-        return dist.get_world_size()
+def check_is_on_host(model: nn.Module) -> None:
+    """Check that the model can be checked without a process group."""
     for name, param in model.named_parameters():
         if param.device.type != "cpu":
             raise ValueError(
                 f"verify got a model whose '{name}' is on {param.device}, and there is no process "
-                "group. Start the script with torchrun, or move the model to the CPU, where "
-                "threads can be ranks."
+                "group. Start the script with torchrun, or move the model to the CPU."
             )
-    return 2 if ranks is None else ranks
 
 
 def names_of_units(model: nn.Module, units: Units | None) -> tuple[str, ...]:

@@ -30,13 +30,10 @@ class Site:
     Args:
         subject: the subject of the check.
         mesh: the mesh of the ranks, to shard over.
-        may_differ: whether ranks may use different units in a step. False if ranks are threads:
-            both lanes then share one group (Note [inline groups]).
     """
 
     subject: Subject
     mesh: DeviceMesh
-    may_differ: bool = True
 
     def beside(self, way: Way) -> Comparison:
         """Train an unsharded and a sharded copy side by side."""
@@ -64,10 +61,10 @@ class _NotTried(Exception):
     """A check does not apply to this model."""
 
 
-def run_checks(site: Site, checks: dict[str, Callable[[Site], Comparison]]) -> Iterator[Check]:
+def run_checks(site: Site) -> Iterator[Check]:
     """Yield the result of each check. No check is tried after one that raised an error."""
     has_raised = False
-    for name, check in checks.items():
+    for name, check in _ALL.items():
         if has_raised:
             yield Check(name, None, "the check before raised an error")
             continue
@@ -124,11 +121,11 @@ def disturbed(site: Site) -> Comparison:
 
 
 def unused(site: Site) -> Comparison:
-    """Cut a unit off the loss, on every second rank if ranks may differ."""
+    """Cut a unit off the loss, on every second rank."""
     prepare = _cutting(_cuttable_unit(site))
-    if dist.get_rank() % 2 == 0 and dist.get_world_size() > 1 and site.may_differ:
+    if dist.get_rank() % 2 == 0 and dist.get_world_size() > 1:
         prepare = no_preparation
-    return site.beside(Way(prepare, Disturbance(), reaches_all=not site.may_differ))
+    return site.beside(Way(prepare, Disturbance(), reaches_all=False))
 
 
 def two_forwards(site: Site) -> Comparison:
@@ -141,18 +138,13 @@ def sharded_twice(site: Site) -> Comparison:
     return site.twice(lambda: site.subject.sharded(site.mesh), Way(), Way(disturb=Disturbance()))
 
 
-ALL: dict[str, Callable[[Site], Comparison]] = {
+_ALL: dict[str, Callable[[Site], Comparison]] = {
     "the unsharded model, twice": unsharded_twice,
     "two steps, beside the unsharded model": two_steps,
     "released slots poisoned, streams delayed": disturbed,
     "a unit whose output is unused": unused,
     "two forwards, then backward": two_forwards,
     "the sharded model, twice": sharded_twice,
-}
-
-# The checks that threads as ranks cannot do, for one rank.
-WITH_STREAMS: dict[str, Callable[[Site], Comparison]] = {
-    "the same on one rank, with streams of its own": disturbed,
 }
 
 

@@ -4,12 +4,12 @@ Note [what is exact]
 Every rank trains an unsharded copy beside its sharded one. Results that each rank computes alone
 have to agree bit for bit: losses, buffers, gradients of the batch, and parameters after the
 optimizer, since a gather changes no bit. Gradients are averages over ranks, so they depend on the
-order of additions. Over shared memory, composed collectives and threads, ranks are added in the
-order of their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any
-order gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere
-(NCCL, gloo's own collectives) N - 1 additions in any order are off by less than half of
-(N - 1) eps sum(|terms|), so two such sums differ by less than twice that. A factor afterwards
-rounds each result once more, by half of its eps.
+order of additions. Over shared memory and composed collectives, ranks are added in the order of
+their numbers. The expected gradient is computed in that order, and agrees bit for bit. Any order
+gives the same bits on one or two ranks with fp32 or fp64, since a + b = b + a. Elsewhere (NCCL,
+gloo's own collectives) N - 1 additions in any order are off by less than half of (N - 1) eps
+sum(|terms|), so two such sums differ by less than twice that. A factor afterwards rounds each
+result once more, by half of its eps.
 
 The bound grows with the number of ranks, and the part of one rank in the sum shrinks. Where the
 bound exceeds half of a rank's average part, the gradient of a missing rank could hide in it, so
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_ext.sharding.root.root import Root
-from fsdp_ext.verifier.turns import rank_order_sum
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -92,6 +91,16 @@ class Reduction:
             zero if each is None else _times(each, self.before, self.reduce_dtype)
             for each in gradients
         ]
+
+
+def rank_order_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in rank order, in fp32 or wider, rounded once to the dtype of the parts."""
+    first = parts[0]
+    narrow = first.dtype in (torch.float16, torch.bfloat16)
+    total = first.float() if narrow else first.clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(first.dtype)
 
 
 def _times(tensor: Tensor, factor: float, dtype: torch.dtype) -> Tensor:

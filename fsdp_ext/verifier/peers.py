@@ -1,6 +1,6 @@
 """The exchanges of ``verify`` with other ranks, outside of the steps that it checks.
 
-They use the default process group. If threads act as ranks, each thread has its own default group.
+They use the default process group.
 """
 
 from __future__ import annotations

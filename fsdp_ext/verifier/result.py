@@ -68,6 +68,11 @@ class Verification:
                 "Gradients were compared within the rounding of a sum over ranks, whose order the "
                 "transport does not fix, and everything else bit for bit."
             )
+        if self.ranks == 1:
+            notes.append(
+                "One rank has nothing to shard or to sum. Start the script with torchrun to check "
+                "that over several ranks."
+            )
         notes += [f"Gradients were not tried: {reason}" for reason in self._untried]
         return "\n".join([self._head(), *table, *notes])
 
@@ -76,14 +81,15 @@ class Verification:
         return list(dict.fromkeys(check.untried for check in self.checks if check.untried))
 
     def _head(self) -> str:
-        s = "" if self.units == 1 else "s"
+        units = f"{self.units} unit{'' if self.units == 1 else 's'}"
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
         transports = [check.transport for check in self.checks if check.transport] or ["none"]
         same = "trains as it does unsharded"
         if self._untried:
             same += ", except gradients, which were not tried"
         verdict = same if self.ok else "DIFFERS from the unsharded model"
         return (
-            f"verify: {self.model} {verdict} ({self.units} unit{s}, {self.ranks} ranks over "
+            f"verify: {self.model} {verdict} ({units}, {ranks} over "
             f"{' and '.join(dict.fromkeys(transports))})"
         )
 

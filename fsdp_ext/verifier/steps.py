@@ -100,10 +100,7 @@ def train_beside(subject: Subject, mesh: DeviceMesh, way: Way) -> Comparison:
         with random_state_kept():
             expected = plain.step()
         seen = sharded.step()
-        root = _root_of(sharded.model)
-        comparison.transport = (
-            "threads that take turns" if root.lanes.is_inline else root.lanes.transport
-        )
+        comparison.transport = _root_of(sharded.model).lanes.transport
         comparison.when = f" (step {step})"
         for (name, value), (_, other) in zip(expected, seen, strict=True):
             comparison.add(name, "the value", value, other, of_model=False)

@@ -145,7 +145,6 @@ def of_tools() -> list[Row]:
         *each_of(TypeError, "transport is", (2, []), verify("transport")),
         *each_of(ValueError, "transport is", ("x",), verify("transport")),
         *each_of(ValueError, "reshard_after_forward", ("x", 3), verify("reshard_after_forward")),
-        *each_of(ValueError, "ranks=", NO_COUNTS, verify("ranks")),
         *each_of(TypeError, "verbose=", NO_BOOLS, verify("verbose")),
         *each_of(TypeError, "offload_optimizer got", ("x", None, []), offload),
         *each_of(TypeError, "is_separable=", ("x", 1.5),

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext.verifier.comparison import difference
+from fsdp_ext.verifier.expected_gradients import rank_order_sum
 from fsdp_ext.verifier.peers import gather
 from fsdp_ext.verifier.subject import cast_floating
-from fsdp_ext.verifier.turns import rank_order_sum
 from support.launcher import run_ranks
 from support.models import Batch, Subject, Unit
 
