@@ -21,23 +21,14 @@ _SMALL = 1 << 20  # bytes; rank 0 writes smaller tensors that all ranks have
 
 
 class Box(NamedTuple):
-    """A rank's part of a tensor.
-
-    Attributes:
-        tensor: the rank's elements.
-        whole: the shape of the whole tensor.
-        offset: where the rank's elements begin in the whole tensor.
-        copies: how many ranks have the same elements.
-        copy: which of them this rank is.
-        is_sharded: whether ranks have different parts.
-    """
+    """A rank's part of a tensor."""
 
     tensor: torch.Tensor
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    copies: int
-    copy: int
-    is_sharded: bool
+    whole: tuple[int, ...]  # the shape of the whole tensor
+    offset: tuple[int, ...]  # where the rank's elements begin in the whole tensor
+    copies: int  # how many ranks have the same elements
+    copy: int  # which of them this rank is
+    is_sharded: bool  # whether ranks have different parts
 
     @property
     def part(self) -> Part:

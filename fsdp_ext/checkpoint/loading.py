@@ -26,17 +26,12 @@ from fsdp_ext.optim.state_entries import local_of, over
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank has read, before it is put into the model.
+    """What a rank has read, before it is put into the model."""
 
-    Attributes:
-        weights: as :func:`state_dicts.weights_of` returns them.
-        optimizer: as :func:`state_dicts.optimizer_state` returns it; None if none was asked for.
-        extra: what this rank saved as ``extra``.
-    """
-
-    weights: dict[str, Any]
+    weights: dict[str, Any]  # as :func:`state_dicts.weights_of` returns them
+    # As :func:`state_dicts.optimizer_state` returns it; None if none was asked for.
     optimizer: state_dicts.State | None
-    extra: Any
+    extra: Any  # what this rank saved as ``extra``
 
     def put_into(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Change the model and the optimizers.

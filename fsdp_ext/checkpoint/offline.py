@@ -73,11 +73,7 @@ def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
 
 
 class Unread(torch.Tensor):
-    """A tensor that is still in a file: a tensor of its shape and dtype on the meta device.
-
-    Attributes:
-        read: reads the tensor.
-    """
+    """A tensor that is still in a file: a tensor of its shape and dtype on the meta device."""
 
     read: Callable[[], torch.Tensor]
 

@@ -40,21 +40,13 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights in some files.
+    """The weights in some files."""
 
-    Attributes:
-        path: the directory of the files.
-        parts: the tensors, by name.
-        aliases: other names of tensors, with the name under which each is stored.
-        other: the entries of the model's state dict that are no tensors, encoded.
-        versions: the versions of modules, by prefix, as far as they are known.
-    """
-
-    path: Path
-    parts: Parts
-    aliases: dict[str, str]
-    other: dict[str, Any]
-    versions: dict[str, int]
+    path: Path  # the directory of the files
+    parts: Parts  # the tensors, by name
+    aliases: dict[str, str]  # other names of tensors, with the name under which each is stored
+    other: dict[str, Any]  # the entries of the model's state dict that are no tensors, encoded
+    versions: dict[str, int]  # the versions of modules, by prefix, as far as they are known
 
     @property
     def whole(self) -> Parts:

@@ -25,15 +25,11 @@ _ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
 
 @dataclass(frozen=True)
 class Content:
-    """What all ranks write into one kind of file.
-
-    Attributes:
-        tree: everything but tensors, as JSON.
-        stepped: the names of the tensors that nothing but an optimizer's step changes.
-    """
+    """What all ranks write into one kind of file."""
 
     tensors: dict[str, torch.Tensor]
-    tree: Any
+    tree: Any  # everything but tensors, as JSON
+    # The names of the tensors that nothing but an optimizer's step changes.
     stepped: frozenset[str] = frozenset()
 
     def split(self, names: Container[str]) -> tuple[Content, Content]:
@@ -122,18 +118,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank saves, by the kind of file, as in :func:`collect`.
-
-    Attributes:
-        kinds: the files' contents.
-        names: the names of all tensors of the model and the optimizer, whoever writes them.
-        elements: the elements of these tensors as wholes.
-        mesh: the shape of the model's mesh, by the names of its dimensions, for ``inspect``.
-    """
+    """What a rank saves, by the kind of file, as in :func:`collect`."""
 
     kinds: dict[str, Kind]
+    # The names of all tensors of the model and the optimizer, whoever writes them.
     names: frozenset[str]
-    elements: int
+    elements: int  # the elements of these tensors as wholes
+    # The shape of the model's mesh, by the names of its dimensions, for ``inspect``.
     mesh: dict[str, int]
 
     @classmethod

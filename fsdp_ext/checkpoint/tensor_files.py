@@ -77,20 +77,14 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in a file: the whole one, or a box of it.
-
-    Attributes:
-        whole: the shape of the whole tensor.
-        offset: where the part begins in the whole tensor, in each dimension.
-        begin: where its bytes begin, from the beginning of the file.
-        checksums: of each block of the part; None if the file has none.
-    """
+    """A tensor in a file: the whole one, or a box of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    begin: int = 0
+    whole: tuple[int, ...]  # the shape of the whole tensor
+    offset: tuple[int, ...]  # where the part begins in the whole tensor, in each dimension
+    begin: int = 0  # where its bytes begin, from the beginning of the file
+    # Of each block of the part; None if the file has none.
     checksums: str | None = field(default=None, repr=False)
 
     @property

@@ -24,17 +24,12 @@ from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or a buffer that is saved.
+    """A parameter or a buffer that is saved."""
 
-    Args:
-        names: its names. There are several if it is tied.
-        tensor: this rank's shard as a DTensor, or a plain tensor, which the rank has whole.
-        dtype: its dtype in the state dict. FSDP1's wrapper may have cast a buffer.
-    """
-
-    names: list[str]
+    names: list[str]  # several if it is tied
+    # This rank's shard as a DTensor, or a plain tensor, which the rank has whole.
     tensor: torch.Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # in the state dict; FSDP1's wrapper may have cast a buffer
 
     @property
     def local(self) -> torch.Tensor:
@@ -146,18 +141,12 @@ def _groups(model: nn.Module) -> list[list[Weight]]:
 
 
 class Place(NamedTuple):
-    """Where a model has a module.
-
-    Attributes:
-        module: the module.
-        owner: the sharded module that it belongs to.
-        prefix: the prefix of its names in a state dict.
-        path: the prefix with the names of wrappers, under which ``load_state_dict`` finds it.
-    """
+    """Where a model has a module."""
 
     module: nn.Module
-    owner: nn.Module
-    prefix: str = ""
+    owner: nn.Module  # the sharded module that it belongs to
+    prefix: str = ""  # the prefix of its names in a state dict
+    # The prefix with the names of wrappers, under which ``load_state_dict`` finds it.
     path: str = ""
 
 

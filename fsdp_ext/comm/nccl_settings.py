@@ -24,18 +24,13 @@ POLICIES = {"default": 0, "efficiency": 1, "zero": 2, "auto": -1}
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """The settings in the variables.
+    """The settings in the variables."""
 
-    Args:
-        registers_buffers: whether long-lived buffers are registered, where NCCL can.
-        gather: fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl/nccl.h
-            has. NCCL chooses fields that are not set.
-        reduce: such fields for the reduce lane.
-    """
-
-    registers_buffers: bool = True
+    registers_buffers: bool = True  # whether long-lived buffers are registered, where NCCL can
+    # Fields of ncclConfig_t for the gather lane, by the names that csrc/comm/nccl/nccl.h has. NCCL
+    # chooses fields that are not set.
     gather: dict[str, int] = field(default_factory=dict)
-    reduce: dict[str, int] = field(default_factory=dict)
+    reduce: dict[str, int] = field(default_factory=dict)  # such fields for the reduce lane
 
     def between_replicas(self) -> NcclSettings:
         """Return the settings of lanes that sum gradients of replicas.

@@ -38,19 +38,12 @@ _BY_LAST_STEP, _BY_UNIT = "last_step", "unit"
 
 @dataclass(frozen=True)
 class Safeguards:
-    """The checked arguments of ``attach`` for gradients that are too large or not finite.
+    """The checked arguments of ``attach`` for gradients that are too large or not finite."""
 
-    Args:
-        limits: of the clipping; None for none.
-        last_norm: the norm of the step before, if it is known.
-        clip_by: "last_step" or "unit".
-        skip_nonfinite: whether units with gradients that are not finite are skipped.
-    """
-
-    limits: Limits | None = None
-    last_norm: float | None = None
-    clip_by: str = _BY_LAST_STEP
-    skip_nonfinite: bool = False
+    limits: Limits | None = None  # of the clipping; None for none
+    last_norm: float | None = None  # the norm of the step before, if it is known
+    clip_by: str = _BY_LAST_STEP  # "last_step" or "unit"
+    skip_nonfinite: bool = False  # whether units with gradients that are not finite are skipped
 
     @classmethod
     def of(

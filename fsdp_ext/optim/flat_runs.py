@@ -32,21 +32,13 @@ from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
 @dataclass
 class FlatRun:
-    """A run: Note [flat runs].
+    """A run: Note [flat runs]."""
 
-    Args:
-        params: its parameters, in order.
-        spreads: how each parameter is spread over ranks.
-        offsets: the first element of each parameter in the run.
-        whole: the run, a 1-D tensor whose ``.grad`` is the run of gradients.
-        padding: the elements between parameters; None if there are none.
-    """
-
-    params: list[nn.Parameter]
-    spreads: list[Spread]
-    offsets: list[int]
-    whole: torch.Tensor
-    padding: torch.Tensor | None
+    params: list[nn.Parameter]  # in order
+    spreads: list[Spread]  # how each parameter is spread over ranks
+    offsets: list[int]  # the first element of each parameter in the run
+    whole: torch.Tensor  # the run, a 1-D tensor whose ``.grad`` is the run of gradients
+    padding: torch.Tensor | None  # the elements between parameters; None if there are none
 
     @property
     def grad(self) -> torch.Tensor:
@@ -67,21 +59,13 @@ class FlatRun:
 
 @dataclass
 class _Placed:
-    """A parameter that may be in a run.
+    """A parameter that may be in a run."""
 
-    Args:
-        unit: the parameter's.
-        index: its number in the unit's layout.
-        entry: the parameter.
-        offset: its first byte in the flat shard.
-        grad_offset: its gradient's first byte in the flat gradient.
-    """
-
-    unit: Unit
-    index: int
+    unit: Unit  # the parameter's
+    index: int  # its number in the unit's layout
     entry: ShardedParam
-    offset: int
-    grad_offset: int
+    offset: int  # its first byte in the flat shard
+    grad_offset: int  # its gradient's first byte in the flat gradient
 
     def follows(self, other: _Placed) -> bool:
         """Return whether it lies right behind ``other``, as its gradient does."""

@@ -33,15 +33,11 @@ def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class NormRanks:
-    """The ranks over which a parameter's gradient is sharded.
+    """The ranks over which a parameter's gradient is sharded."""
 
-    Args:
-        groups: one for each dimension of a mesh that shards; none if each rank has it whole.
-        device: the device on which the groups reduce.
-    """
-
+    # One for each dimension of a mesh that shards; none if each rank has it whole.
     groups: tuple[dist.ProcessGroup, ...]
-    device: torch.device
+    device: torch.device  # the device on which the groups reduce
 
     @classmethod
     def of(cls, param: Any, owners: dict[nn.Parameter, Unit], caller: str) -> NormRanks:

@@ -32,19 +32,13 @@ _MOST_STATES = 1000  # more tensors for each parameter than any optimizer keeps
 
 @dataclass(frozen=True)
 class Target:
-    """The ranks that a training would run on.
+    """The ranks that a training would run on."""
 
-    Args:
-        ranks: how many shard the model, and how many replicas each has.
-        device_type: "cuda" or "cpu".
-        transports: names of the transport that the run would use, and of the one between replicas.
-        asked: the transport that was asked for; None for the default.
-    """
-
-    ranks: PlannedRanks
-    device_type: str
+    ranks: PlannedRanks  # how many shard the model, and how many replicas each has
+    device_type: str  # "cuda" or "cpu"
+    # Names of the transport that the run would use, and of the one between replicas.
     transports: tuple[str, str]
-    asked: Transport
+    asked: Transport  # the transport that was asked for; None for the default
 
 
 def check_memory_arguments(caller: str, memory_limit: object, optimizer_states: object) -> None:

@@ -153,22 +153,17 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Context:
-    """The inputs of the causes besides the spans.
+    """The inputs of the causes besides the spans."""
 
-    Args:
-        depth: depth of the prefetch.
-        on_gpu: whether the compute stream runs behind the host.
-        typical: usual seconds of a collective, by its operation and bytes.
-        late: the straggler of each collective, by iteration number and index among its spans. It is
-            empty unless ranks were merged, and has no group gathers.
-        delayed: the cause of the seconds that a collective took longer than usual. Over simulated
-            links no other rank exists, so there it is ISSUED_LATE.
-    """
-
-    depth: int
-    on_gpu: bool
+    depth: int  # of the prefetch
+    on_gpu: bool  # whether the compute stream runs behind the host
+    # Usual seconds of a collective, by its operation and bytes.
     typical: Mapping[tuple[str, int], float]
+    # The straggler of each collective, by iteration number and index among its spans. It is empty
+    # unless ranks were merged, and has no group gathers.
     late: Mapping[tuple[int, int], Lateness]
+    # The cause of the seconds that a collective took longer than usual. Over simulated links no
+    # other rank exists, so there it is ISSUED_LATE.
     delayed: Cause = Cause.LATE_RANK
 
 

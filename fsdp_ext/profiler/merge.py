@@ -26,16 +26,12 @@ _Counts = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Clocks:
-    """How iterations of different ranks compare.
+    """How iterations of different ranks compare."""
 
-    Args:
-        common: numbers of the iterations that all ranks recorded.
-        alike: the common ones in which all ranks recorded equally many collectives of each kind.
-        offsets: for each rank, the seconds to add to its times to get times of rank 0's clock.
-    """
-
-    common: frozenset[int]
+    common: frozenset[int]  # numbers of the iterations that all ranks recorded
+    # The common ones in which all ranks recorded equally many collectives of each kind.
     alike: frozenset[int]
+    # For each rank, the seconds to add to its times to get times of rank 0's clock.
     offsets: tuple[float, ...]
 
 

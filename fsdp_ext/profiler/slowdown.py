@@ -23,17 +23,11 @@ ALONE, BESIDE = 0.2, 0.6
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How much longer units compute beside communication than alone.
+    """How much longer units compute beside communication than alone."""
 
-    Args:
-        factor: ratio of the two times, over all units that could be compared.
-        seconds: roughly what that costs each step.
-        compared: how many kinds of units were seen both ways.
-    """
-
-    factor: float
-    seconds: float
-    compared: int
+    factor: float  # ratio of the two times, over all units that could be compared
+    seconds: float  # roughly what that costs each step
+    compared: int  # how many kinds of units were seen both ways
 
 
 def slowdown(iterations: Sequence[Iteration], kinds: Sequence[Hashable]) -> Slowdown | None:

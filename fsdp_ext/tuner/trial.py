@@ -35,22 +35,14 @@ _logger = logging.getLogger("fsdp_ext")
 
 @dataclass
 class Trial:
-    """Forward and backward of a model on one batch.
-
-    Args:
-        model: the model.
-        batch: a tensor, a tuple of arguments, or a mapping of keywords. Its tensors get no
-            gradients.
-        loss: makes a scalar of the output.
-        unit: any unit of the model.
-        steps: how many steps each measurement takes, after a few steps of warm-up.
-    """
+    """Forward and backward of a model on one batch."""
 
     model: nn.Module
+    # A tensor, a tuple of arguments, or a mapping of keywords. Its tensors get no gradients.
     batch: Any
-    loss: Callable[[Any], Tensor]
-    unit: Unit
-    steps: int
+    loss: Callable[[Any], Tensor]  # makes a scalar of the output
+    unit: Unit  # any unit of the model
+    steps: int  # how many steps each measurement takes, after a few steps of warm-up
 
     def __post_init__(self) -> None:
         """Let backward put gradients of the batch elsewhere."""

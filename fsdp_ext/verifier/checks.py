@@ -25,12 +25,7 @@ _CANDIDATES = 8  # units that are tried as the one that some ranks do not use
 
 @dataclass(frozen=True)
 class Site:
-    """Where checks run.
-
-    Args:
-        subject: the subject of the check.
-        mesh: the mesh of the ranks, to shard over.
-    """
+    """Where checks run."""
 
     subject: Subject
     mesh: DeviceMesh

@@ -55,21 +55,13 @@ def _kind(tensor: Tensor | None) -> str:
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """A difference between the two copies. Differences sort by number, then by rank.
+    """A difference between the two copies. Differences sort by number, then by rank."""
 
-    Args:
-        number: its number among all comparisons.
-        rank: the rank that sees it.
-        parameter: the parameter, buffer or other value that differs.
-        what: where and by how much it differs.
-        of_model: whether it is of a parameter or a buffer.
-    """
-
-    number: int
-    rank: int
-    parameter: str
-    what: str
-    of_model: bool
+    number: int  # its number among all comparisons
+    rank: int  # the rank that sees it
+    parameter: str  # the parameter, buffer or other value that differs
+    what: str  # where and by how much it differs
+    of_model: bool  # whether it is of a parameter or a buffer
 
     def __str__(self) -> str:
         return f"{self.parameter}: {self.what}"

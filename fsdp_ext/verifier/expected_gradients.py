@@ -31,21 +31,13 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a unit reduces its gradients.
+    """How a unit reduces its gradients."""
 
-    Args:
-        before: the factor before the reduction.
-        after: the factor after it.
-        reduce_dtype: the dtype of the reduction.
-        grad_dtype: the dtype of the result.
-        is_exact: whether the order of additions is known: Note [what is exact].
-    """
-
-    before: float
-    after: float
+    before: float  # the factor before the reduction
+    after: float  # the factor after it
     reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    is_exact: bool
+    grad_dtype: torch.dtype  # of the result
+    is_exact: bool  # whether the order of additions is known: Note [what is exact]
 
     @classmethod
     def by_parameter(cls, root: Root) -> dict[nn.Parameter, Reduction]:

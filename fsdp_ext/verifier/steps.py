@@ -27,21 +27,14 @@ Disturb = Callable[[Root], None]
 
 @dataclass(frozen=True)
 class Way:
-    """How a check trains.
+    """How a check trains."""
 
-    Args:
-        prepare: changes a copy before its forward.
-        disturb: disturbs a sharded copy.
-        forwards: how many forwards come before a backward.
-        steps: how many steps are taken.
-        reaches_all: whether backward reaches the same units on every rank. If not, a rank sends
-            zeros for the units that its backward does not reach.
-    """
-
-    prepare: Preparation = no_preparation
+    prepare: Preparation = no_preparation  # changes a copy before its forward
     disturb: Disturb = lambda root: None
-    forwards: int = 1
+    forwards: int = 1  # how many forwards come before a backward
     steps: int = 2
+    # Whether backward reaches the same units on every rank. If not, a rank sends zeros for the
+    # units that its backward does not reach.
     reaches_all: bool = True
 
 

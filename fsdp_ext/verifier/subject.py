@@ -45,23 +45,15 @@ def _is_trained_leaf(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is checked. Everything runs on copies, so the model itself stays as it is.
+    """A model that is checked. Everything runs on copies, so the model itself stays as it is."""
 
-    Args:
-        model: the unsharded model.
-        batch: its arguments.
-        loss: makes a scalar of its output.
-        unit_names: the modules that become units besides the model, in the order of sharding.
-        settings: further arguments of ``fully_shard``.
-        device: the device of the copies.
-    """
-
-    model: nn.Module
+    model: nn.Module  # unsharded
     batch: Any
-    loss: Callable[[Any], Tensor]
+    loss: Callable[[Any], Tensor]  # makes a scalar of its output
+    # The modules that become units besides the model, in the order of sharding.
     unit_names: tuple[str, ...]
-    settings: Mapping[str, Any]
-    device: torch.device
+    settings: Mapping[str, Any]  # further arguments of ``fully_shard``
+    device: torch.device  # of the copies
 
     @property
     def policy(self) -> MixedPrecisionPolicy:

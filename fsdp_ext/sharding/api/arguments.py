@@ -270,16 +270,12 @@ def resolve_offload(policy: object, device_type: str) -> bool:
 
 @dataclass(frozen=True)
 class ParamsOnMesh:
-    """The parameters of one ``fully_shard`` call on one mesh, which become a unit.
+    """The parameters of one ``fully_shard`` call on one mesh, which become a unit."""
 
-    Args:
-        ranks: the mesh.
-        params: the parameters, with names for error messages.
-        shard_dims: the sharded dimension of each parameter for which it is not 0.
-    """
-
-    ranks: Ranks
+    ranks: Ranks  # the mesh
+    # The parameters, with names for error messages.
     params: dict[nn.Parameter, str] = field(default_factory=dict)
+    # The sharded dimension of each parameter for which it is not 0.
     shard_dims: dict[nn.Parameter, int] = field(default_factory=dict)
 
 

@@ -27,18 +27,12 @@ from fsdp_ext.sharding.params.spmd import SpmdMesh
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor is spread over ranks.
-
-    Args:
-        mesh: the ranks.
-        placements: one for each dimension of the mesh.
-        shape: shape of the whole tensor.
-        reduced: dimensions of the mesh over which the unit will reduce gradients.
-    """
+    """How a tensor is spread over ranks."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
+    placements: tuple[Placement, ...]  # one for each dimension of the mesh
+    shape: torch.Size  # shape of the whole tensor
+    # Dimensions of the mesh over which the unit will reduce gradients.
     reduced: frozenset[int] = frozenset()
 
     @staticmethod
@@ -150,19 +144,12 @@ def part_of_this_rank(param: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """The place of a sharded gradient in the flat gradient.
+    """The place of a sharded gradient in the flat gradient."""
 
-    Args:
-        offset: its first byte.
-        local_shape: shape of this rank's shard.
-        dtype: its dtype.
-        spread: how the whole gradient is spread; None for a plain tensor.
-    """
-
-    offset: int
-    local_shape: torch.Size
+    offset: int  # its first byte
+    local_shape: torch.Size  # shape of this rank's shard
     dtype: torch.dtype
-    spread: Spread | None
+    spread: Spread | None  # how the whole gradient is spread; None for a plain tensor
 
 
 def gradient_maker(places: Sequence[GradientPlace]) -> Callable[[torch.Tensor], list[torch.Tensor]]:

@@ -22,16 +22,11 @@ class OwnRows:
     """One rank's rows of an extension, in memory of their own: Note [tensor extensions].
 
     Methods here call only operators that FSDP2 calls, because the tensor's class may lack others.
-
-    Args:
-        size: size of that memory, which is the same on all ranks.
-        local: the rows, which begin it.
-        metadata: the metadata from ``fsdp_pre_all_gather`` for ``fsdp_post_all_gather``.
     """
 
-    size: torch.Size
-    local: torch.Tensor
-    metadata: Any = None
+    size: torch.Size  # size of that memory, which is the same on all ranks
+    local: torch.Tensor  # the rows, which begin it
+    metadata: Any = None  # the metadata from ``fsdp_pre_all_gather`` for ``fsdp_post_all_gather``
 
     @staticmethod
     def of(part: torch.Tensor, name: str, ranks: Ranks, device: torch.device) -> OwnRows:
@@ -117,44 +112,30 @@ class GatherInput:
 
 @dataclass
 class ShardedParam:
-    """One parameter of a unit and every module attribute that refers to it (tied ones, too).
+    """One parameter of a unit and every module attribute that refers to it (tied ones, too)."""
 
-    Args:
-        name: its name in the unit's module, and from the first forward on in the root module.
-        shape: shape of the whole parameter, or of the part that tensor parallelism has given to
-            this rank.
-        sharded: the DTensor that modules have while the unit is sharded.
-        shard_dim: the dimension of it that ranks share.
-        spread: how the DTensor is spread.
-        unsharded: how the parameter was spread before; None if it was a plain tensor.
-        keeps_dtype: whether it is computed with in its own dtype, whatever ``param_dtype`` is.
-        own: this rank's rows, if the parameter's class says how it is gathered: Note [tensor
-            extensions] in sharding/params/extensions.py. None for others, which lie in the flat
-            shard.
-        attributes: modules and the names of their attributes.
-        quantization: the state that bitsandbytes computes with; None for other parameters.
-        awaits_reduction: whether it has gradients to reduce, though it may be frozen now: Note
-            [frozen parameters] in csrc/torch/torch_unit.h.
-        was_frozen: whether the last C++ unit did not train it.
-        toggles: whether it was frozen before and unfrozen again: the same note.
-        whole: the parameter that modules have while the unit is unsharded; None before the first
-            C++ unit, and if an extension makes it. Later C++ units use the same object, because
-            users may have put hooks and attributes on it.
-    """
-
-    name: str
+    name: str  # its name in the unit's module, and from the first forward on in the root module
+    # Shape of the whole parameter, or of the part that tensor parallelism has given to this rank.
     shape: torch.Size
-    sharded: nn.Parameter
-    shard_dim: int
-    spread: Spread
-    unsharded: Spread | None
-    keeps_dtype: bool
+    sharded: nn.Parameter  # the DTensor that modules have while the unit is sharded
+    shard_dim: int  # the dimension of it that ranks share
+    spread: Spread  # how the DTensor is spread
+    unsharded: Spread | None  # how the parameter was spread before; None if it was a plain tensor
+    keeps_dtype: bool  # whether it is computed with in its own dtype, whatever ``param_dtype`` is
+    # This rank's rows, if the parameter's class says how it is gathered: Note [tensor extensions]
+    # in sharding/params/extensions.py. None for others, which lie in the flat shard.
     own: OwnRows | None = None
+    # Modules and the names of their attributes.
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
-    quantization: Any = None
+    quantization: Any = None  # the state that bitsandbytes computes with; None for other parameters
+    # Whether it has gradients to reduce, though it may be frozen now: Note [frozen parameters] in
+    # csrc/torch/torch_unit.h.
     awaits_reduction: bool = False
-    was_frozen: bool = False
-    toggles: bool = False
+    was_frozen: bool = False  # whether the last C++ unit did not train it
+    toggles: bool = False  # whether it was frozen before and unfrozen again: the same note
+    # The parameter that modules have while the unit is unsharded; None before the first C++ unit,
+    # and if an extension makes it. Later C++ units use the same object, because users may have put
+    # hooks and attributes on it.
     whole: nn.Parameter | None = None
 
     @property

@@ -19,23 +19,14 @@ from fsdp_ext.sharding.params.entries import Entry, ShardedParam
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a gradient that the user holds.
+    """A copy of a gradient that the user holds."""
 
-    Args:
-        unit: number of the parameter's unit.
-        index: the parameter's index in the unit's layout.
-        param: the parameter.
-        gradient: the copy: a DTensor if the parameter was one before it was sharded.
-        local: this rank's tensor of it.
-        version: the result of :meth:`count` when the copy was made.
-    """
-
-    unit: int
-    index: int
+    unit: int  # number of the parameter's unit
+    index: int  # the parameter's index in the unit's layout
     param: ShardedParam
-    gradient: torch.Tensor
-    local: torch.Tensor
-    version: int
+    gradient: torch.Tensor  # the copy: a DTensor if the parameter was one before it was sharded
+    local: torch.Tensor  # this rank's tensor of it
+    version: int  # the result of :meth:`count` when the copy was made
 
     @staticmethod
     def count(gradient: torch.Tensor, local: torch.Tensor) -> int:

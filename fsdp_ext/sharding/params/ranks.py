@@ -14,15 +14,12 @@ from fsdp_ext.sharding.params.spmd import SpmdMesh
 
 @dataclass(frozen=True)
 class Ranks:
-    """A mesh by its dimensions.
+    """A mesh by its dimensions."""
 
-    Args:
-        mesh: 1-D, or 2-D for hybrid sharding. Then the ranks of the last dimension share the rows
-            of parameters, and those of the first are replicas, which have the same rows.
-        spmd: the mesh of all kinds of parallelism; None without ``dp_mesh_dims``.
-    """
-
+    # 1-D, or 2-D for hybrid sharding. Then the ranks of the last dimension share the rows of
+    # parameters, and those of the first are replicas, which have the same rows.
     mesh: DeviceMesh
+    # The mesh of all kinds of parallelism; None without ``dp_mesh_dims``.
     spmd: SpmdMesh | None = None
 
     @property

@@ -21,16 +21,11 @@ DEFAULT_PREFETCH = 1
 
 @dataclass(frozen=True)
 class UnitUpdate:
-    """How an attached optimizer updates a unit: ``csrc/core/reduce/unit_update.h``.
+    """How an attached optimizer updates a unit: ``csrc/core/reduce/unit_update.h``."""
 
-    Args:
-        params: the sharded parameters of the unit that it steps.
-        step: steps those that have a gradient.
-        measure: measures the gradients of the unit that is passed; None if nothing is measured.
-    """
-
-    params: frozenset[nn.Parameter]
-    step: Callable[[], None]
+    params: frozenset[nn.Parameter]  # the sharded parameters of the unit that it steps
+    step: Callable[[], None]  # steps those that have a gradient
+    # Measures the gradients of the unit that is passed; None if nothing is measured.
     measure: Callable[[Any], None] | None
 
 
@@ -96,20 +91,13 @@ class UnitSettings:
 
 @dataclass(frozen=True)
 class RootSettings:
-    """The settings that the schedule of a model runs with. Nothing is left open.
+    """The settings that the schedule of a model runs with. Nothing is left open."""
 
-    Args:
-        prefetch: how many buckets' all-gathers are in flight ahead of the unit that runs.
-        bucket_bytes: for each unit, the size up to which its bucket may grow.
-        message_limits: for each unit, the size of the largest message of its gathers and of its
-            reductions; 0 for any size.
-        reshard_after_forward: for each unit, whether it is resharded after forward.
-    """
-
-    prefetch: int
-    bucket_bytes: tuple[int, ...]
+    prefetch: int  # how many buckets' all-gathers are in flight ahead of the unit that runs
+    bucket_bytes: tuple[int, ...]  # for each unit, the size up to which its bucket may grow
+    # For each unit, the largest message of its gathers and of its reductions; 0 for any size.
     message_limits: tuple[tuple[int, int], ...]
-    reshard_after_forward: tuple[bool, ...]
+    reshard_after_forward: tuple[bool, ...]  # for each unit, whether it is resharded after forward
 
     @property
     def stays_unsharded(self) -> tuple[int, ...]:
@@ -141,14 +129,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice for the settings that are open.
-
-    Args:
-        choice: the choice.
-        overrides: whether it replaces bucket sizes and a prefetch that the user asked for, too.
-    """
+    """A choice for the settings that are open."""
 
     choice: Choice
+    # Whether it replaces bucket sizes and a prefetch that the user asked for, too.
     overrides: bool = False
 
     def covers(self, asked: int | None) -> bool:

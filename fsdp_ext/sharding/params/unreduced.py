@@ -19,24 +19,16 @@ from fsdp_ext.sharding.params.flat_parameter import is_flat
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Accumulated gradients of one parameter.
-
-    Args:
-        param: the parameter.
-        chunks: one row for each rank, with the gradient of that rank's part of the parameter.
-        scale: the factor by which the gradients were multiplied.
-        is_used: whether this rank has a packed gradient. Otherwise the chunks are zero.
-        is_shown: whether ``.grad`` has it instead: Note [shown gradients] in
-            csrc/torch/shown_gradients.h.
-        put_aside: the sharded gradient that ``.grad`` had before.
-    """
+    """Accumulated gradients of one parameter."""
 
     param: ShardedParam
+    # One row for each rank, with the gradient of that rank's part of the parameter.
     chunks: torch.Tensor
-    scale: float
-    is_used: bool
+    scale: float  # the factor by which the gradients were multiplied
+    is_used: bool  # whether this rank has a packed gradient; otherwise the chunks are zero
+    # Whether ``.grad`` has it instead: Note [shown gradients] in csrc/torch/shown_gradients.h.
     is_shown: bool
-    put_aside: torch.Tensor | None
+    put_aside: torch.Tensor | None  # the sharded gradient that ``.grad`` had before
 
 
 def is_unreduced(param: torch.Tensor) -> bool:

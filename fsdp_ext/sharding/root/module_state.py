@@ -18,17 +18,14 @@ _KEY = "_fsdp_ext"
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state of one module.
+    """The state of one module."""
 
-    Args:
-        sharded: the module that ``fully_shard`` was applied to: the module itself, or the one that
-            FSDP1's wrapper wraps.
-        groups: the module's units, which in a planned model are planned ones. There are several if
-            its parameters lie on several meshes: Note [units of one module] in
-            ``csrc/torch/unit_forward.h``. None for FSDP1's wrapper.
-    """
-
+    # The module that ``fully_shard`` was applied to: the module itself, or the one that FSDP1's
+    # wrapper wraps.
     sharded: nn.Module
+    # The module's units, which in a planned model are planned ones. There are several if its
+    # parameters lie on several meshes: Note [units of one module] in ``csrc/torch/unit_forward.h``.
+    # None for FSDP1's wrapper.
     groups: tuple[ParamGroup, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -24,21 +24,14 @@ AllGather = Callable[[str, bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class StepChecksum:
-    """One rank's hashes of a unit in a checked step: ``StepChecksum::Numbers`` in C++.
+    """One rank's hashes of a unit in a checked step: ``StepChecksum::Numbers`` in C++."""
 
-    Args:
-        forward: hash of the unsharded parameters at the end of forward; 0 for none.
-        backward: the same for backward.
-        shard: hash of the flat shard when the step began; 0 for none.
-        shard_changed: whether the shard has changed in the step although nothing wrote it.
-        gathered_ahead: 0 if the unit was gathered in the step; 1 if its gather was issued before
-            the forward; 2 if that gather brought other values than this rank's shard has.
-    """
-
-    forward: int
-    backward: int
-    shard: int
-    shard_changed: int
+    forward: int  # hash of the unsharded parameters at the end of forward; 0 for none
+    backward: int  # the same for backward
+    shard: int  # hash of the flat shard when the step began; 0 for none
+    shard_changed: int  # whether the shard has changed in the step although nothing wrote it
+    # 0 if the unit was gathered in the step; 1 if its gather was issued before the forward; 2 if
+    # that gather brought other values than this rank's shard has.
     gathered_ahead: int = 0
 
 
@@ -47,15 +40,10 @@ Looks = list[list[StepChecksum]]  # by rank, then by unit
 
 @dataclass(frozen=True)
 class MeshRanks:
-    """The ranks of a mesh.
+    """The ranks of a mesh."""
 
-    Args:
-        numbers: the global number of each, shard group by shard group.
-        group_size: how many ranks a shard group has.
-    """
-
-    numbers: Sequence[int]
-    group_size: int
+    numbers: Sequence[int]  # the global number of each, shard group by shard group
+    group_size: int  # how many ranks a shard group has
 
     def named(self, ranks: Iterable[int]) -> str:
         """Return the global numbers of ``ranks`` in words."""
