@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from fsdp_ext._util.tracing import untraced
+
 _PLAIN = (
     type(None),
     bool,
@@ -30,6 +32,7 @@ _PLAIN = (
 )
 
 
+@untraced  # hooks of compiled blocks call it
 def map_tensors(fn: Callable[[Any], Any], container: Any) -> Any:
     """Apply ``fn`` to the items of ``container``; return the container itself if none changed.
 
@@ -97,6 +100,7 @@ def _copy_of(mapping: Mapping[Any, Any], items: dict[Any, Any], changed: dict[An
     return copied
 
 
+@untraced
 def opaque_type_in(value: Any) -> str:
     """Return the name of the type of an object in ``value`` that may hide tensors.
 

@@ -18,7 +18,8 @@ def hidden_from_dynamo(function: Function) -> Function:
     """Return ``function``, run eagerly with all that it calls, also inside compiled code.
 
     Dynamo takes a second to import, so this does not import it. It cannot be tracing before it is
-    imported.
+    imported. Dynamo must not trace the frame of the wrapper either: with ``fullgraph``, it would
+    refuse the call of ``disable``.
     """
 
     @functools.wraps(function)
@@ -28,7 +29,7 @@ def hidden_from_dynamo(function: Function) -> Function:
         disable: Any = torch._dynamo.disable
         return disable(function, recursive=True)(*args, **kwargs)
 
-    return cast(Function, hidden)
+    return cast(Function, untraced(hidden))
 
 
 def untraced(function: Function) -> Function:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
@@ -27,6 +28,7 @@ from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 _CALLER = "clip_grad_norm_"
 
 
+@_disable_dynamo
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -115,6 +117,7 @@ def number_of(caller: str, name: str, value: Any) -> float:
         raise TypeError(f"{caller} got {name}={value!r}. Pass a number.") from error
 
 
+@_disable_dynamo
 @torch.no_grad()
 def clip(
     params: list[Any],

@@ -53,12 +53,18 @@ def float8() -> nn.Module:
 
 
 def train(
-    make: Callable[[], Any], fully_shard: Callable[..., Any], precomputes: bool, **options: Any
+    make: Callable[[], Any],
+    fully_shard: Callable[..., Any],
+    precomputes: bool,
+    compiles: bool = False,
+    **options: Any,
 ) -> list[Tensor]:
     """Return losses, gradients and trained parameters of a few steps."""
     torch.manual_seed(0)
     model = make()
     for layer in model:
+        if compiles:
+            layer.compile(backend="eager", fullgraph=True)
         fully_shard(layer, **options)
     fully_shard(model, **options)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -103,6 +109,7 @@ def train_beside_fsdp2(make: Callable[[], Any], precomputes: bool, options: dict
             {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
             id="float8 of bf16",
         ),
+        pytest.param(float8, False, {"compiles": True}, id="float8 in full graphs"),
     ],
 )
 def test_weights_train_as_under_fsdp2(

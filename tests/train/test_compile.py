@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from fsdp_ext import fully_shard
+from fsdp_ext import clip_grad_norm_, fully_shard
 
 STEPS = 3
 FROZEN_BEFORE = 1  # freezing rebuilds the schedule inside the compiled forward
@@ -80,6 +81,41 @@ FIRST = next(iter(CASES))
 def test_compiled_models_train_the_same(case: tuple[int, str]) -> None:
     world_size, name = case
     run_ranks(_compiled, world_size, *CASES[name], fresh=True)  # Dynamo keeps a thread
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Fields:
+    first: Tensor
+
+
+class Structured(nn.Linear):
+    def forward(self, fields: Fields) -> Pair:
+        result = super().forward(fields.first)
+        return Pair(result.tanh(), result)
+
+
+def _containers_of_full_graphs() -> None:
+    gradients = []
+    for system in ("fsdp2", SYSTEM):
+        torch.manual_seed(0)
+        block = Structured(4, 4)
+        block.compile(backend="eager", fullgraph=True)
+        load_system(system).fully_shard(block)
+        result = block(Fields(torch.ones(2, 4)))
+        (result.first.sum() + result.second.square().sum()).backward()
+        clip = torch.nn.utils.clip_grad_norm_ if system == "fsdp2" else clip_grad_norm_
+        torch.compile(clip, backend="aot_eager")(block.parameters(), 0.1)
+        gradients.append({name: whole(each.grad) for name, each in block.named_parameters()})
+    assert_same("fsdp_ext against FSDP2", *gradients, ROUNDING[torch.float32])
+
+
+def test_full_graphs_take_and_return_containers_and_clipping_compiles() -> None:
+    run_ranks(_containers_of_full_graphs, 1, fresh=True)
 
 
 def _full_graphs() -> None:
