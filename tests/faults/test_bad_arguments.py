@@ -105,6 +105,8 @@ def of_fully_shard() -> list[Row]:
         (ValueError, "shard_placement_fn returned", placed(Shard(1))),
         (ValueError, "shard_placement_fn returned", placed(Shard(-3))),
         (ValueError, "fully_shard got None", lambda model: fully_shard(None)),  # type: ignore
+        (ValueError, "got a RecursiveScriptModule, which has no hooks",
+         lambda model: fully_shard(torch.jit.script(nn.Linear(2, 2)))),
         (ValueError, r"fully_shard got \[\].* a module or a non-empty list",
          lambda model: fully_shard([])),
         (ValueError, "got a set, whose order differs between ranks. Pass a list",

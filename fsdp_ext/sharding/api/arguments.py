@@ -367,6 +367,10 @@ def check_modules(modules: Iterable[object]) -> None:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ValueError(f"fully_shard got a {name}. Pass a module or a list of modules.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"fully_shard got a {name}, which has no hooks. Pass the module that was scripted."
+            )
         if state_of(module) is not None:
             raise MisuseError(
                 f"fully_shard got a {name} that is sharded already. Each distinct composable "
