@@ -79,8 +79,9 @@ def plan(
     the same buckets and buffers in its first iteration, and later if forward runs modules in that
     order.
 
-    The memory includes all allocations of fsdp_ext and the optimizer, without activations. Of the
-    temporaries of the optimizer's step, only AdamW's are known (``optimizer_fused``).
+    The memory includes all allocations of fsdp_ext and the optimizer, without activations, the CUDA
+    context, and what NCCL allocates for its communicators. Of the temporaries of the optimizer's
+    step, only AdamW's are known (``optimizer_fused``).
 
     Times are simulated by :func:`fsdp_ext.planner.schedule.predict`. They include compute,
     collectives, the updates of an attached optimizer and, with ``copies``, casts and copies. They

@@ -106,6 +106,7 @@ class PlannedMemory:
     def peak(self) -> int:
         """The sum, without activations, inputs, module buffers and unused allocator memory.
 
+        What NCCL's communicators and the CUDA context take is not counted (docs/design/memory.md).
         Unsharded gradients are gone when the optimizer's step begins, so the larger of them and of
         its temporaries counts.
         """
