@@ -36,12 +36,10 @@ from bench.harness.runner import Keep
 from bench.harness.timing import operands_in_rotation
 from fsdp_ext import _C
 from fsdp_ext.comm.lanes import lanes_of, nccl_lanes
-from fsdp_ext.comm.measure_link import mean_seconds
+from fsdp_ext.comm.measure_link import LANES, OPERATIONS, mean_seconds
 from fsdp_ext.comm.nccl_settings import POLICIES, describe_lane, nccl_settings
 
 Collective = Callable[[Tensor, Tensor], None]
-OPERATIONS = ("all_gather", "reduce_scatter")
-LANES = {"all_gather": "gather", "reduce_scatter": "reduce"}
 RANKS = 2
 LEAST_IN_ROW = 2  # the fewest calls that are timed as one
 # Settings of lanes of their own.

@@ -32,7 +32,9 @@ from fsdp_ext.comm.transports import (
     resolve_transport,
 )
 
-OPERATIONS = ("all_gather", "reduce_scatter")
+# By operation, the lane that a model uses for it.
+LANES = {"all_gather": "gather", "reduce_scatter": "reduce"}
+OPERATIONS = tuple(LANES)
 # Bytes summed over all ranks: from a small layer to a large one.
 SIZES = [2**k for k in range(14, 27)]
 # Each call moves on by this many parts of the buffers, so that its data is not in a cache.
@@ -49,23 +51,17 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     ranks = dist.get_world_size()
     granule = 4 * ranks
     sizes = [-(-nbytes // granule) * granule for nbytes in SIZES]
-    whole = lanes.input_buffer(max(sizes)).view(torch.float32)
-    part = lanes.input_buffer(max(sizes) // ranks).view(torch.float32)
-    output = torch.zeros(whole.numel(), device=device)
+    buffers = {operation: buffers_of(lanes, operation, max(sizes), ranks) for operation in LANES}
     seconds: dict[tuple[str, int], list[float]] = {}
     turn = 0
     for repeat in range(repeats + 2):
         for nbytes in sizes:
             turn += 1
-            place = partial(_part_of, turn=turn)
-            numel, of_rank = nbytes // 4, nbytes // 4 // ranks
-            calls: dict[str, Callable[[], None]] = {
-                "all_gather": partial(lanes.all_gather, place(part, of_rank), place(output, numel)),
-                "reduce_scatter": partial(
-                    lanes.reduce_scatter, place(whole, numel), place(output, of_rank)
-                ),
-            }
-            for operation, call in calls.items():
+            for operation, pair in buffers.items():
+                # One of the two is the whole, and the other this rank's part.
+                shares = [buffer.numel() * nbytes // max(sizes) for buffer in pair]
+                places = map(partial(_part_of, turn=turn), pair, shares)
+                call = partial(getattr(lanes, operation), *places)
                 taken = mean_seconds([call], partial(lanes.exchange_messages, b"-"), device)
                 if repeat >= 2:
                     seconds.setdefault((operation, nbytes), []).append(taken)
@@ -75,6 +71,26 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
         Sample(*key, statistics.median(times))
         for key, times in zip(seconds, slowest.tolist(), strict=True)
     ]
+
+
+def buffers_of(
+    lanes: _C.Lanes, operation: str, whole: int, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return zeros for the input and the output of a collective, in memory as a model has it.
+
+    Transports may be slower with other memory: NCCL where it is not registered.
+
+    Args:
+        lanes: the lanes.
+        operation: one of ``OPERATIONS``.
+        whole: the bytes of all ranks.
+        ranks: how many ranks there are.
+    """
+    lane = LANES[operation]
+    part = whole // ranks
+    sizes = (part, whole) if operation == "all_gather" else (whole, part)
+    source, output = lanes.input_buffer(sizes[0], lane), lanes.output_buffer(sizes[1], lane)
+    return source.view(torch.float32).zero_(), output.view(torch.float32).zero_()
 
 
 def _part_of(buffer: torch.Tensor, count: int, turn: int) -> torch.Tensor:
@@ -96,12 +112,12 @@ def mean_seconds(
     """
     barrier()
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     for call in calls:
         call()
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / len(calls)
 
 

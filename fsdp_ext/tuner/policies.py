@@ -14,7 +14,7 @@ import torch
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.lanes import nccl_lanes
-from fsdp_ext.comm.measure_link import mean_seconds
+from fsdp_ext.comm.measure_link import OPERATIONS, buffers_of, mean_seconds
 from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
@@ -119,11 +119,7 @@ def _make_lanes(
     )
     lanes = nccl_lanes(first.ranks.shard_group, first.device, settings)
     whole = part * first.world_size
-    calls: list[Callable[[], Any]] = []
-    for lane, call, sizes in (
-        ("gather", lanes.all_gather, (part, whole)),
-        ("reduce", lanes.reduce_scatter, (whole, part)),
-    ):
-        source = lanes.input_buffer(sizes[0], lane).view(_ELEMENT).zero_()
-        calls.append(partial(call, source, lanes.output_buffer(sizes[1], lane).view(_ELEMENT)))
-    return lanes, calls
+    return lanes, [
+        partial(getattr(lanes, name), *buffers_of(lanes, name, whole, first.world_size))
+        for name in OPERATIONS
+    ]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.__main__ import main
+from fsdp_ext.comm import measure_link
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.link import H100_CLUSTER, H100_NODE, PRESETS, Fit, Sample, fit
 from fsdp_ext.comm.measure_link import SIZES, report
@@ -336,6 +337,60 @@ def test_a_report_tells_sizes_that_were_left_out() -> None:
     assert sum("left out of the fit" in line for line in lines) == 2 * (len(SIZES) // 2) + 2
     assert "alpha 12.0 us, beta 7.00 GB/s" in lines[-1]
     assert "off by 0% (median), 0% at most" in lines[-1]
+
+
+class _Recording:
+    """Lanes that record which buffers each collective gets."""
+
+    def __init__(self) -> None:
+        self.used: set[tuple[str, str, str]] = set()
+        self._buffers: dict[int, str] = {}
+
+    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers[buffer.untyped_storage().data_ptr()] = name
+        return buffer
+
+    def input_buffer(self, nbytes: int, lane: str) -> torch.Tensor:
+        return self._buffer(f"input of {lane}", nbytes)
+
+    def output_buffer(self, nbytes: int, lane: str) -> torch.Tensor:
+        return self._buffer(f"output of {lane}", nbytes)
+
+    def _collective(self, name: str, *tensors: torch.Tensor) -> None:
+        source, output = (
+            self._buffers.get(tensor.untyped_storage().data_ptr(), "another") for tensor in tensors
+        )
+        self.used.add((name, source, output))
+
+    def all_gather(self, source: torch.Tensor, output: torch.Tensor) -> None:
+        assert output.numel() == 2 * source.numel()
+        self._collective("all_gather", source, output)
+
+    def reduce_scatter(self, source: torch.Tensor, output: torch.Tensor) -> None:
+        assert source.numel() == 2 * output.numel()
+        self._collective("reduce_scatter", source, output)
+
+    def exchange_messages(self, mine: bytes) -> bytes:
+        return mine
+
+
+# Over NCCL, the path of a collective depends on whether its buffers are registered.
+def test_a_link_is_measured_with_buffers_as_a_model_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure_link, "SIZES", [2**10, 2**12])
+    monkeypatch.setattr(measure_link.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(measure_link.dist, "all_reduce", lambda *_, **__: None)
+    lanes: Any = _Recording()
+    samples = measure_link.measure(lanes, torch.device("cpu"), 1)
+    assert [(s.operation, s.nbytes) for s in samples] == [
+        (operation, nbytes) for nbytes in (2**10, 2**12) for operation in measure_link.OPERATIONS
+    ]
+    assert lanes.used == {
+        ("all_gather", "input of gather", "output of gather"),
+        ("reduce_scatter", "input of reduce", "output of reduce"),
+    }
 
 
 @pytest.mark.exhaustive
