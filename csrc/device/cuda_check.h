@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "device/cuda_driver.h"
 
 namespace fsdp {
 
@@ -53,7 +54,9 @@ inline void check_cuda(cudaError_t result, std::string_view call) {
 
 namespace fsdp {
 
-// Makes `device` current, and restores the previous device at the end of the scope.
+// Makes `device` current, and restores the previous device at the end of the scope, if that one has
+// a context. A thread that has chosen no device is on GPU 0, and cudaSetDevice would make a context
+// there, which takes hundreds of megabytes.
 class CudaDeviceGuard {
  public:
   explicit CudaDeviceGuard(int device) {
@@ -64,7 +67,7 @@ class CudaDeviceGuard {
     }
   }
   ~CudaDeviceGuard() {
-    if (changed_) {
+    if (changed_ && has_context(before_)) {
       cudaSetDevice(before_);
     }
   }

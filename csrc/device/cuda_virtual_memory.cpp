@@ -1,12 +1,12 @@
 #include "device/cuda_virtual_memory.h"
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <optional>
 #include <utility>
 
 #include "base/align.h"
+#include "device/cuda_driver.h"
 
 namespace fsdp {
 namespace {
@@ -24,33 +24,20 @@ struct Driver {
   decltype(&::cuMemSetAccess) set_access = nullptr;
 };
 
-template <typename Function>
-bool find_function(const char* name, Function*& function) {
-  constexpr unsigned kVersion = 12000;  // NCCL uses this memory with drivers from CUDA 12.0 on
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t result =
-      cudaGetDriverEntryPointByVersion(name, &found, kVersion, cudaEnableDefault, &status);
-  if (result != cudaSuccess) {
-    cudaGetLastError();  // clears the error
-  }
-  function = reinterpret_cast<Function*>(found);
-  return result == cudaSuccess && status == cudaDriverEntryPointSuccess && found != nullptr;
-}
-
 // Empty if the driver lacks a function.
 std::optional<Driver> find_driver() {
   Driver driver;
   const bool has_all =
-      find_function("cuMemRetainAllocationHandle", driver.retain) &&
-      find_function("cuMemGetAllocationPropertiesFromHandle", driver.properties_of) &&
-      find_function("cuMemGetAllocationGranularity", driver.granularity_of) &&
-      find_function("cuMemCreate", driver.create) &&
-      find_function("cuMemRelease", driver.release) &&
-      find_function("cuMemAddressReserve", driver.reserve) &&
-      find_function("cuMemAddressFree", driver.free_addresses) &&
-      find_function("cuMemMap", driver.map) && find_function("cuMemUnmap", driver.unmap) &&
-      find_function("cuMemSetAccess", driver.set_access);
+      find_driver_function("cuMemRetainAllocationHandle", driver.retain) &&
+      find_driver_function("cuMemGetAllocationPropertiesFromHandle", driver.properties_of) &&
+      find_driver_function("cuMemGetAllocationGranularity", driver.granularity_of) &&
+      find_driver_function("cuMemCreate", driver.create) &&
+      find_driver_function("cuMemRelease", driver.release) &&
+      find_driver_function("cuMemAddressReserve", driver.reserve) &&
+      find_driver_function("cuMemAddressFree", driver.free_addresses) &&
+      find_driver_function("cuMemMap", driver.map) &&
+      find_driver_function("cuMemUnmap", driver.unmap) &&
+      find_driver_function("cuMemSetAccess", driver.set_access);
   return has_all ? std::optional<Driver>(driver) : std::nullopt;
 }
 

@@ -40,6 +40,26 @@ def test_devices_that_are_hidden_are_not_found() -> None:
     assert run_ranks(torch.cuda.device_count, 1, device="cuda") == [1]
 
 
+def test_a_device_has_a_context_once_it_is_current_for_a_call() -> None:
+    code = """
+import threading
+from support.emulated import runtime
+def contexts():
+    return [torch._C._cuda_hasPrimaryContext(device) for device in range(2)]
+torch.cuda.init()
+print(contexts())
+torch.cuda.set_device(1)
+print(contexts())
+thread = threading.Thread(target=runtime().cudaDeviceSynchronize)  # on device 0
+thread.start()
+thread.join()
+print(contexts())
+"""
+    result = run_program(code, EMULATED_GPU_DEVICES="2")
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == ["[False, False]", "[False, True]", "[True, True]"]
+
+
 def test_tensors_move_between_devices_whatever_their_layout() -> None:
     code = """
 values = torch.arange(12.0, device="cuda:0").view(3, 4)

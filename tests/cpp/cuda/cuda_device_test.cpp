@@ -1,5 +1,7 @@
-// What a user is told of a GPU that cannot be used.
+// What a user is told of a GPU that cannot be used, and what GPUs keep.
 #include <gtest/gtest.h>
+
+#include <thread>
 
 #include "device/cuda_check.h"
 #include "message_of.h"
@@ -27,6 +29,29 @@ TEST(CudaDevice, WithADriverThatIsTooOldForThePtxIsNamed) {
             "This build of fsdp_ext has no kernels for GPU 0, whose compute capability is 7.5, "
             "only PTX, and the driver is too old for it. Update the driver, or build fsdp_ext with "
             "TORCH_CUDA_ARCH_LIST=7.5.");
+}
+
+int current_device() {
+  int device = -1;
+  cudaGetDevice(&device);
+  return device;
+}
+
+// The thread is on device 0, since it has chosen none.
+TEST(CudaDevice, WithoutAContextGetsNoneWhenAnotherHasBeenUsed) {
+  std::thread([] {
+    has_context_on[0] = false;
+    {
+      const CudaDeviceGuard guard(1);
+    }
+    EXPECT_FALSE(has_context_on[0]);
+    cudaSetDevice(0);
+    {
+      const CudaDeviceGuard guard(1);
+      EXPECT_EQ(current_device(), 1);
+    }
+    EXPECT_EQ(current_device(), 0);
+  }).join();
 }
 
 TEST(CudaDevice, WithTooLittleMemoryThrowsOutOfMemory) {

@@ -81,6 +81,7 @@ class PinnedMemory {
 PinnedMemory pinned;
 
 thread_local std::vector<FakeStream*> streams;  // each rank's thread has a GPU of its own
+thread_local int current_device = 0;
 std::atomic<unsigned long long> captures{0};
 
 FakeStream* as_stream(void* stream) { return static_cast<FakeStream*>(stream); }
@@ -166,18 +167,25 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = fsdp::test::kDevices;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = fsdp::test::current_device;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : 5;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= fsdp::test::kDevices) {
+    return cudaErrorInvalidDevice;
+  }
+  fsdp::test::current_device = device;
+  fsdp::test::has_context_on[device] = true;
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t /*error*/) { return "what CUDA says"; }
 const char* cudaGetErrorName(cudaError_t error) {

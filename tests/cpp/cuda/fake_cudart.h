@@ -16,6 +16,9 @@ namespace fsdp::test {
 // Runs work of a test in order of a stream, or captures it.
 void enqueue(void* stream, std::function<void()> work);
 
+constexpr int kDevices = 2;
+inline std::atomic<bool> has_context_on[kDevices];  // since a thread has chosen the device
+
 // The result of loading kernels.
 inline std::atomic<cudaError_t> kernels_loaded{cudaSuccess};
 

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <string>
 
+#include "fake_cudart.h"
+
 namespace fsdp::test {
 namespace {
 
@@ -134,6 +136,12 @@ CUresult set_access(CUdeviceptr address, std::size_t bytes, const CUmemAccessDes
   return CUDA_SUCCESS;
 }
 
+CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
+  *flags = 0;
+  *is_active = has_context_on[device] ? 1 : 0;
+  return CUDA_SUCCESS;
+}
+
 const std::map<std::string, void*>& functions() {
   static const std::map<std::string, void*> all{
       {"cuMemRetainAllocationHandle", reinterpret_cast<void*>(&retain)},
@@ -146,6 +154,7 @@ const std::map<std::string, void*>& functions() {
       {"cuMemMap", reinterpret_cast<void*>(&map)},
       {"cuMemUnmap", reinterpret_cast<void*>(&unmap)},
       {"cuMemSetAccess", reinterpret_cast<void*>(&set_access)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(&context_state)},
   };
   return all;
 }

@@ -1,4 +1,5 @@
 // Devices: which there are, which is current, and their properties, which are an H100's.
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -12,6 +13,7 @@ namespace emulated_gpu {
 namespace {
 
 thread_local int the_current_device = 0;
+std::atomic<unsigned> contexts{0};  // a bit for each device
 
 constexpr int kCudaVersion = 13000;
 constexpr int kSharedBytes = 49152;
@@ -45,9 +47,15 @@ void set_limits(cudaDeviceProp& properties) {
 
 }  // namespace
 
-int current_device() { return the_current_device; }
+// Functions that use the current device make its context. cudaGetDevice does not.
+int current_device() {
+  contexts |= 1U << the_current_device;
+  return the_current_device;
+}
 
 void set_current_device(int device) { the_current_device = device; }
+
+bool has_context(int device) { return (contexts >> device & 1U) != 0; }
 
 }  // namespace emulated_gpu
 
@@ -61,7 +69,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = current_device();
+  *device = the_current_device;
   return cudaSuccess;
 }
 
@@ -70,8 +78,12 @@ cudaError_t cudaSetDevice(int device) {
     return failed(cudaErrorInvalidDevice, "there is no device " + std::to_string(device));
   }
   set_current_device(device);
+  current_device();  // which makes its context
   return cudaSuccess;
 }
+
+// For libcuda.so.1 (driver.c).
+int cudaEmulatedHasContext(int device) { return has_context(device) ? 1 : 0; }
 
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = kCudaVersion;

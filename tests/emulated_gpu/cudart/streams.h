@@ -88,6 +88,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 };
 
 int current_device();
+bool has_context(int device);
 void set_current_device(int device);
 
 // An id that no stream has.

@@ -1,5 +1,5 @@
-// The driver's functions for virtual memory, which cudaGetDriverEntryPointByVersion returns. Each
-// allocation can be mapped once, and only as a whole.
+// The driver's functions that cudaGetDriverEntryPointByVersion returns: for virtual memory, and for
+// the state of a context. Each allocation can be mapped once, and only as a whole.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -215,6 +215,12 @@ CUresult properties_of(CUmemAllocationProp* properties, CUmemGenericAllocationHa
   return CUDA_SUCCESS;
 }
 
+CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
+  *flags = 0;
+  *is_active = has_context(device) ? 1 : 0;
+  return CUDA_SUCCESS;
+}
+
 const std::map<std::string, void*>& functions() {
   static const auto* found = new std::map<std::string, void*>{
       {"cuMemRetainAllocationHandle", reinterpret_cast<void*>(&retain)},
@@ -228,6 +234,7 @@ const std::map<std::string, void*>& functions() {
       {"cuMemUnmap", reinterpret_cast<void*>(&unmap)},
       {"cuMemSetAccess", reinterpret_cast<void*>(&set_access)},
       {"cuMemGetAccess", reinterpret_cast<void*>(&access_of)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(&context_state)},
   };
   return *found;
 }
