@@ -11,6 +11,12 @@
 // gathers' lane and for the reductions at the end of each pass of every model on these lanes.
 // Otherwise one rank could run the first collective of the replay before the last one of the step,
 // such as the exchange at the end of backward, while another rank runs it after that one.
+//
+// Note [lasting streams]
+// Streams of lanes are never destroyed. An attached optimizer and hooks of the user run with a
+// lane's stream as the current one, so torch's allocator may have a pool for it. The allocator
+// records events on such a stream and, with expandable segments, synchronises it when it unmaps
+// memory, even if the lane is gone. New lanes take the streams of old ones.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -198,6 +204,42 @@ class CudaMoments final : public Moments {
   std::vector<std::int64_t> marked_;  // when the host marked each: ticks of device/host_clock.h
 };
 
+// See Note [lasting streams].
+class StreamsOfOldLanes {
+ public:
+  // Null if there is none whose work has ended.
+  cudaStream_t take(int device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<cudaStream_t>& of_device = of_devices_[device];
+    const auto idle = std::find_if(of_device.begin(), of_device.end(), [](cudaStream_t stream) {
+      const cudaError_t result = cudaStreamQuery(stream);
+      if (result != cudaSuccess) {
+        cudaGetLastError();
+      }
+      return result == cudaSuccess;
+    });
+    if (idle == of_device.end()) {
+      return nullptr;
+    }
+    cudaStream_t const taken = *idle;
+    of_device.erase(idle);
+    return taken;
+  }
+  void add(int device, cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    of_devices_[device].push_back(stream);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, std::vector<cudaStream_t>> of_devices_;
+};
+
+StreamsOfOldLanes& streams_of_old_lanes() {
+  static auto& streams = *new StreamsOfOldLanes;  // never destroyed
+  return streams;
+}
+
 class CudaDevice;
 
 class CudaStream final : public Stream {
@@ -210,11 +252,7 @@ class CudaStream final : public Stream {
 
   CudaStream(CudaDevice& device, std::string name, Kind kind, cudaStream_t handle)
       : device_(device), name_(std::move(name)), kind_(kind), handle_(handle) {}
-  ~CudaStream() override {
-    if (kind_ == Kind::Owned) {
-      cudaStreamDestroy(handle_);
-    }
-  }
+  ~CudaStream() override;
 
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
@@ -266,11 +304,13 @@ class CudaDevice final : public Device {
   // Streams of lanes have the highest priority, because the rest of the step waits for collectives.
   std::unique_ptr<Stream> new_stream(const std::string& name) override {
     const CudaDeviceGuard guard(index_);
-    int lowest = 0;
-    int highest = 0;
-    FSDP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    cudaStream_t stream = nullptr;
-    FSDP_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    cudaStream_t stream = streams_of_old_lanes().take(index_);
+    if (stream == nullptr) {
+      int lowest = 0;
+      int highest = 0;
+      FSDP_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+      FSDP_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    }
     nvtx::name_stream(stream, ("fsdp_ext " + name).c_str());
     return std::make_unique<CudaStream>(*this, name, CudaStream::Kind::Owned, stream);
   }
@@ -382,6 +422,12 @@ class CudaDevice final : public Device {
   std::map<void*, std::unique_ptr<CudaStream>> borrowed_;  // by handle
   std::map<Stream*, std::shared_ptr<void>> start_words_;   // of streams that have had transfers
 };
+
+CudaStream::~CudaStream() {
+  if (kind_ == Kind::Owned) {
+    streams_of_old_lanes().add(device_.index(), handle_);
+  }
+}
 
 void* CudaStream::native_handle() const {
   return kind_ == Kind::Current ? device_.current_stream() : handle_;

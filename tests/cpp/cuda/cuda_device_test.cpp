@@ -54,6 +54,21 @@ TEST(CudaDevice, WithoutAContextGetsNoneWhenAnotherHasBeenUsed) {
   }).join();
 }
 
+// Note [lasting streams]: torch's allocator uses the streams of lanes that are gone.
+TEST(CudaDevice, GivesNewLanesTheStreamsOfOldOnes) {
+  std::thread([] {
+    const auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
+    std::unique_ptr<Stream> old = device->new_stream("gather");
+    void* const handle = old->native_handle();
+    old.reset();
+    EXPECT_EQ(cudaStreamQuery(static_cast<cudaStream_t>(handle)), cudaSuccess);
+    const std::unique_ptr<Stream> first = device->new_stream("gather");
+    const std::unique_ptr<Stream> second = device->new_stream("reduce");
+    EXPECT_EQ(first->native_handle(), handle);
+    EXPECT_NE(second->native_handle(), handle);
+  }).join();
+}
+
 TEST(CudaDevice, WithTooLittleMemoryThrowsOutOfMemory) {
   const auto fail_with = [](cudaError_t result) {
     return [result] { check_cuda(result, "cudaHostAlloc(&memory, bytes, 0)"); };

@@ -211,6 +211,20 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   delete as_stream(stream);
   return cudaSuccess;
 }
+// Streams of other threads' GPUs are never ready. Otherwise this waits, so that results do not
+// depend on time.
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const auto& all = fsdp::test::streams;
+  if (std::find(all.begin(), all.end(), as_stream(stream)) == all.end()) {
+    return cudaErrorNotReady;
+  }
+  try {
+    fsdp::test::synchronize(stream);
+  } catch (const fsdp::Error&) {
+    return cudaErrorUnknown;
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   auto* made = new FakeEvent;
   made->has_time = (flags & cudaEventDisableTiming) == 0;
