@@ -8,8 +8,8 @@ all     all steps, in the order of the parts below, as far as the time goes. A s
 tests   tries torch and NCCL without fsdp_ext, runs all of tests/gpu, and the sanitizers
 bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory,
         checkpoints
-more    overlap, a compiled step, a trace of a step over 8 simulated ranks, loading of kernels,
-        collectives
+more    overlap, a compiled step, a step with shards on the host, a trace of a step over 8 simulated
+        ranks, loading of kernels, collectives
 
 All parts begin with the build. Steps that try the machine are in each part that needs them, and
 every other step belongs to one part.
@@ -200,6 +200,7 @@ def more_part() -> list[Step]:
     return [
         bench("overlap", 60, "--quick", not_emulated=LARGE),
         bench("step", 100, "--compile", name="compiled step"),
+        bench("step", 100, "--offload", name="offloaded step"),
         Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
         two_ranks(),
         # Last, because its ranks share the GPU: it shows that collectives work, but no times.

@@ -74,6 +74,7 @@ struct CastEntry {
 struct CastPlan {
   std::vector<CastEntry> entries;
   std::shared_ptr<const void> table;  // the packer's own, see prepare
+  bool crosses_pcie = false;          // the source or the destination is in the host's memory
 };
 
 // What to do with one entry of a CastPlan.

@@ -39,6 +39,11 @@ constexpr int kWarps = kThreads / kernels::kLanes;
 // At least this many blocks run on one processor. Each thread then has enough registers to spill
 // none.
 constexpr int kBlocks = 2;
+// The most multiprocessors of a cast that crosses PCIe. Its blocks stay for as long as the transfer
+// takes, and compute, whose streams have a lower priority, cannot use their multiprocessors. Eight
+// have at least 256 KiB in flight, and PCIe 5.0 needs about 128 KiB (64 GB/s for 2 us). It was not
+// measured.
+constexpr int kPcieProcessors = 8;
 constexpr int kAddresses = 480;
 constexpr int kModes = 3968;
 
@@ -176,12 +181,13 @@ class CudaPacker final : public Packer {
     const UnpackWork work{prepared<DeviceTable>(plan.table).all(),
                           static_cast<std::int64_t>(plan.segment_bytes), plan.world_size, staging,
                           unsharded};
-    launch(unpack_kernel, stream, work.table.tiles, work);
+    launch(unpack_kernel, stream, work.table.tiles, processors_, work);
   }
 
   void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
             void* destination, double scale) override {
     const auto entries = static_cast<std::int32_t>(plan.entries.size());
+    const int processors = plan.crosses_pcie ? std::min(processors_, kPcieProcessors) : processors_;
     for (std::int32_t i = 0; i < entries; ++i) {
       check_cast(plan.entries[static_cast<std::size_t>(i)],
                  modes != nullptr ? modes[i] : CastMode::Write, scale);
@@ -201,8 +207,8 @@ class CudaPacker final : public Packer {
         const CastWork work{last == entries && first == 0 ? table.all() : table.view(first, last),
                             source, destination, scale};
         const auto launch_for = [&](auto from, auto to) {
-          launch(cast_kernel<decltype(from), decltype(to)>, stream, work.table.tiles, work,
-                 travelling);
+          launch(cast_kernel<decltype(from), decltype(to)>, stream, work.table.tiles, processors,
+                 work, travelling);
         };
         if (source_dtype == DType::Bytes) {
           launch_for(kernels::Byte{}, kernels::Byte{});
@@ -240,7 +246,7 @@ class CudaPacker final : public Packer {
     int of_processor = 0;
     FSDP_CUDA_CHECK(
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, kThreads, 0));
-    blocks_[reinterpret_cast<const void*>(kernel)] = std::max(of_processor, 1) * processors_;
+    blocks_[reinterpret_cast<const void*>(kernel)] = std::max(of_processor, 1);
   }
 
   template <typename Table>
@@ -266,21 +272,22 @@ class CudaPacker final : public Packer {
       launch(kernel, stream,
              static_cast<std::uint64_t>(work.table.tiles) *
                  static_cast<std::uint64_t>(plan.world_size),
-             work, addresses);
+             processors_, work, addresses);
       first = last;
     } while (first < entries);
   }
 
-  // The grid is persistent. It has as many blocks as can run at once on the multiprocessors that
-  // packing may use, or fewer if there are fewer tiles.
+  // The grid is persistent. It has as many blocks as can run at once on `processors`
+  // multiprocessors, or fewer if there are fewer tiles.
   template <typename... Parameters, typename... Arguments>
-  void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles,
+  void launch(void (*kernel)(Parameters...), Stream& stream, std::uint64_t tiles, int processors,
               const Arguments&... arguments) {
     if (tiles == 0) {
       return;
     }
     const CudaDeviceGuard guard(device_.index());
-    const auto most = static_cast<std::uint64_t>(blocks_.at(reinterpret_cast<const void*>(kernel)));
+    const int of_processor = blocks_.at(reinterpret_cast<const void*>(kernel));
+    const auto most = static_cast<std::uint64_t>(of_processor * processors);
     const auto blocks = static_cast<unsigned>(std::min(most, (tiles + kWarps - 1) / kWarps));
     kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream.native_handle())>>>(
         arguments...);
@@ -288,8 +295,8 @@ class CudaPacker final : public Packer {
   }
 
   Device& device_;
-  int processors_ = 1;
-  std::unordered_map<const void*, int> blocks_;  // at once, by kernel
+  int processors_ = 1;                           // that packing may use
+  std::unordered_map<const void*, int> blocks_;  // of a multiprocessor at once, by kernel
 };
 
 }  // namespace

@@ -77,6 +77,7 @@ class KernelPacker final : public Packer {
 
   void cast(Stream& stream, const CastPlan& plan, const CastMode* modes, const void* source,
             void* destination, double scale) override {
+    casts_in_device += plan.crosses_pcie ? 0 : 1;
     std::vector<CastMode> kept(plan.entries.size(), CastMode::Write);
     for (std::size_t i = 0; i < kept.size(); ++i) {
       kept[i] = modes != nullptr ? modes[i] : CastMode::Write;
@@ -97,6 +98,8 @@ class KernelPacker final : public Packer {
       });
     }
   }
+
+  int casts_in_device = 0;  // whose plans do not cross PCIe
 
  private:
   static kernels::TableView view(const TileTable& table, std::uint32_t first, std::uint32_t last) {

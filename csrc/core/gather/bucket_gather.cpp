@@ -15,6 +15,7 @@ namespace {
 // this rank's part of the message's output begins.
 void add_casts(CastPlan& plan, const CastPlan& whole, const GatherMessage& message,
                std::size_t destination) {
+  plan.crosses_pcie = whole.crosses_pcie;
   for (const CastEntry& entry : whole.entries) {
     const std::size_t size = itemsize(entry.destination_dtype);
     const std::size_t end = entry.destination_offset + static_cast<std::size_t>(entry.numel) * size;

@@ -271,6 +271,7 @@ ReducePlan UnitLayout::reduce_plan(const LayoutPart& part) const {
       params_.begin(), first, [](const ParamSpec& param) { return param.trainable; }));
   plan.first_gradient = first_gradient(part);
   plan.pack.world_size = world_size_;
+  plan.finish.crosses_pcie = is_offloaded_;
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamPlacement& place = placements_[i];
     if (place.grad_offset < 0) {
@@ -391,6 +392,7 @@ UnpackPlan UnitLayout::keep_plan(int rank) const {
 
 CastPlan UnitLayout::shard_to_gather_plan(const LayoutPart& part) const {
   CastPlan plan;
+  plan.crosses_pcie = is_offloaded_;
   for (std::size_t i = part.first; i < part.end; ++i) {
     const ParamSpec& param = params_[i];
     const ParamPlacement& place = placements_[i];

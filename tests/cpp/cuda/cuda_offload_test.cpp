@@ -52,6 +52,7 @@ TEST_P(CudaOffload, AnOptimizerOnTheHostStepsAsOneOnTheDevice) {
         rank.step(static_cast<float>(r + 1 + step), mean_of(setting.ranks(), step));
         rank.optimizer_step();
       }
+      EXPECT_EQ(static_cast<KernelPacker&>(*rank.lanes->packer).casts_in_device, 0);
     });
   }
 }

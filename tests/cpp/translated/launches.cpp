@@ -18,6 +18,7 @@ namespace fsdp::test {
 namespace {
 
 constexpr std::size_t kMostArgumentBytes = 4096;
+constexpr int kMultiprocessors = 10;
 
 thread_local HostQueue* stream_of_launches = nullptr;
 thread_local std::size_t launched = 0;
@@ -111,7 +112,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* /*name*/, void** functi
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? fsdp::test::kMultiprocessors : 0;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -52,14 +53,15 @@ TEST(Launches, AreSeveralIfTheArgumentsDoNotHoldAllEntries) {
   EXPECT_EQ(launches_of_pack(961), 3u);
 }
 
-// The GPU has two multiprocessors here, and each runs one block at once.
+// The GPU has ten multiprocessors here, and each runs one block at once.
 TEST(Launches, OccupyNoMoreMultiprocessorsThanPackingMay) {
   InlineStream compute(std::chrono::milliseconds(60000));
   const auto device = make_host_device(std::chrono::milliseconds(60000));
   const test::LaunchesOn here(compute);
-  constexpr std::int64_t kBytes = 1 << 20;
+  constexpr std::int64_t kBytes = 2 << 20;
   const std::vector<char> staging(kBytes, 'x');
-  for (const auto& [multiprocessors, blocks] : {std::pair(0, 2U), std::pair(1, 1U)}) {
+  for (const auto& [multiprocessors, blocks] :
+       {std::pair(0, 10U), std::pair(9, 9U), std::pair(1, 1U)}) {
     const auto packer = make_cuda_packer(*device, multiprocessors);
     std::vector<char> unsharded(kBytes);
     UnpackPlan plan{{{kBytes, 0, 0}}, kBytes, 1, nullptr};
@@ -68,6 +70,25 @@ TEST(Launches, OccupyNoMoreMultiprocessorsThanPackingMay) {
     compute.synchronize();
     EXPECT_EQ(test::blocks_of_last_launch(), blocks);
     EXPECT_EQ(unsharded, staging);
+  }
+}
+
+// The others stay free for compute: the blocks wait for PCIe.
+TEST(Launches, OccupyFewMultiprocessorsWhileTheyCrossPcie) {
+  InlineStream compute(std::chrono::milliseconds(60000));
+  const auto device = make_host_device(std::chrono::milliseconds(60000));
+  const test::LaunchesOn here(compute);
+  const std::vector<float> shard(1 << 19, 1.0F);
+  for (const auto& [multiprocessors, crosses_pcie, blocks] :
+       {std::tuple(0, false, 10U), std::tuple(0, true, 8U), std::tuple(1, true, 1U)}) {
+    const auto packer = make_cuda_packer(*device, multiprocessors);
+    std::vector<float> written(shard.size());
+    CastPlan plan{{{0, 0, 1 << 19, DType::Float32, DType::Float32}}, nullptr, crosses_pcie};
+    packer->prepare(plan);
+    packer->cast(compute, plan, nullptr, shard.data(), written.data(), 1.0);
+    compute.synchronize();
+    EXPECT_EQ(test::blocks_of_last_launch(), blocks);
+    EXPECT_EQ(written, shard);
   }
 }
 
