@@ -22,6 +22,8 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_ext
 
@@ -155,3 +157,24 @@ def _refusals() -> None:
 
 def test_meshes_and_parameters_that_do_not_fit_are_refused() -> None:
     run_ranks(_refusals, 2)
+
+
+def _rows_that_are_cut_in_strides() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    cut = (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+    placements = []
+    for fully_shard in (torch_fsdp.fully_shard, fsdp_ext.fully_shard):
+        layer: Any = nn.Linear(8, 16, bias=False)
+        rows = DTensor.from_local(
+            torch.ones(4, 8), mesh, cut, run_check=False, shape=torch.Size([16, 8]), stride=(8, 1)
+        )
+        layer.weight = nn.Parameter(rows)
+        fully_shard(layer, mesh=mesh, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(shard="dp"))
+        placements.append(layer.weight.placements)
+    assert placements[0] == placements[1] == (_StridedShard(0, split_factor=4), *cut[1:])
+
+
+def test_rows_that_are_cut_in_strides_count_as_cut() -> None:
+    run_ranks(_rows_that_are_cut_in_strides, 1, fresh=True)

@@ -110,7 +110,7 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
     names = spmd.mesh.mesh_dim_names or ()
     first = names.index(spmd.shard_names[0])
     behind = range(first + 1, len(names))
-    cuts = math.prod(spmd.mesh.size(j) for j in behind if param.placements[j].is_shard(dim))
+    cuts = math.prod(spmd.mesh.size(j) for j in behind if _cuts(param.placements[j], dim))
     shard = _shard_behind(dim, cuts)
     if len(spmd.shard_names) == 1:
         before, after = param.placements[:first], param.placements[first + 1 :]
@@ -125,6 +125,11 @@ def _shards_on(spmd: SpmdMesh, param: DTensor, ranks: Ranks, dim: int) -> Spread
             meshes.append(spmd.mesh[name])
             placements.append(placement)
     return Spread(DeviceMesh._concatenate(meshes), tuple(placements), param.shape)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    # Not is_shard(), which is false for _StridedShard.
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def _shard_behind(dim: int, cuts: int) -> Placement:
