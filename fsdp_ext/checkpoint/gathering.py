@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext.checkpoint.boxes import own_boxes, without_others
 from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, on_host
 from fsdp_ext.checkpoint.transfers import (
     as_bytes,
     call_roll,
@@ -96,6 +97,30 @@ def check_groups(weights: Mapping[str, Weight], ranks: Ranks) -> None:
                     f"of '{name}'. Pass a process_group= of all ranks that share the model's "
                     "parameters."
                 )
+
+
+def checksums_by_mesh(weights: Mapping[str, Weight], ranks: Ranks) -> dict[str, list[str]]:
+    """Return what ranks of other meshes need, to see whether they have the same weights.
+
+    These are the weights whose mesh does not have all of ``ranks``: parameters that tensor
+    parallelism leaves whole, and by mistake, different experts of one name.
+
+    Returns:
+        the place of this rank's part of each, and its checksum.
+    """
+    found = {}
+    sharded = {name: each for name, each in weights.items() if isinstance(each.tensor, DTensor)}
+    meshes = {mesh_of(weight.tensor) for weight in sharded.values()}
+    small = {mesh for mesh in meshes if {*ranks.members} - {*mesh.mesh.flatten().tolist()}}
+    for name, weight in sharded.items():
+        mesh = mesh_of(weight.tensor)
+        if mesh not in small or type(weight.local) is not torch.Tensor:
+            continue
+        coordinate: Sequence[int] = mesh.get_coordinate() or ()
+        place = [[mesh.size(dim), coordinate[dim]] for dim in sharded_dims(weight.tensor)]
+        pieces = on_host(weight.local, weight.local.dtype)
+        found[name] = [str(place), digest([checksum(memory_of(piece)) for piece in pieces])]
+    return found
 
 
 def _is_in_rows(weight: Weight) -> bool:

@@ -30,11 +30,13 @@ from fsdp_ext.checkpoint.directory import make
 from fsdp_ext.checkpoint.gathering import (
     Piece,
     check_groups,
+    checksums_by_mesh,
     cut,
     has_all_ranks,
     own_pieces,
 )
 from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.saving import different
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
 from fsdp_ext.checkpoint.weights import Weight, places_in, weights_by_unit
@@ -93,6 +95,7 @@ def export(
             for name, weight in weights.items()
         }
         check_groups(weights, ranks)
+    _check_equal(weights, ranks)
     write_files(
         Path(directory),
         parts,
@@ -222,6 +225,23 @@ def _files(parts: Layout, limit: int) -> dict[str, Layout]:
         f"model-{number:05d}-of-{len(files):05d}.safetensors": parts
         for number, parts in enumerate(files, 1)
     }
+
+
+def _check_equal(weights: dict[str, Weight], ranks: Ranks) -> None:
+    """Raise ValueError if ranks have different parts of one weight: only one would be written."""
+
+    def first_difference(found: list[dict[str, list[str]]]) -> tuple[str, int, int] | None:
+        known: dict[tuple[str, str], tuple[str, int]] = {}
+        for rank, of_rank in enumerate(found):
+            for name, (place, checksum) in of_rank.items():
+                first, other = known.setdefault((name, place), (checksum, rank))
+                if first != checksum:
+                    return name, ranks.members[other], ranks.members[rank]
+        return None
+
+    differs = ranks.agree_on("export", lambda: checksums_by_mesh(weights, ranks), first_difference)
+    if differs is not None:
+        raise ValueError(different(*differs))
 
 
 # - Writing

@@ -180,7 +180,7 @@ def test_ranks_that_lack_a_part_of_the_model_are_told(tmp_path: Path) -> None:
 
 
 def _of_own_experts(place: Path) -> None:
-    """Save a layer that has other values on each pair of ranks, under the same name."""
+    """Save and export a layer that has other values on each pair of ranks, under the same name."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "pairs"))
     torch.manual_seed(mesh.get_local_rank("experts"))
     model = Net()
@@ -189,6 +189,9 @@ def _of_own_experts(place: Path) -> None:
     with pytest.raises((ValueError, checkpoint.OtherRanksError), match="tensors of one name"):
         checkpoint.save(place, model)
     assert checkpoint.latest(place) is None
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 .* tensors of one name, 'up\.weight'"):
+        checkpoint.export(model, place / "export")
+    assert not (place / "export").exists()
 
 
 def test_ranks_with_different_tensors_of_one_name_are_told(tmp_path: Path) -> None:
