@@ -27,7 +27,14 @@ import torch
 from fsdp_ext import _C
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.optim.clip import Limits, number_of
-from fsdp_ext.optim.norms import NormRanks, multiply, norm_dtype, norms_of, total_norm
+from fsdp_ext.optim.norms import (
+    NormRanks,
+    have_roots,
+    multiply,
+    norm_dtype,
+    norms_of,
+    total_norm,
+)
 from fsdp_ext.sharding.params.entries import ShardedParam, gradient_places
 from fsdp_ext.sharding.root.unit import Unit, owners_of, units_alive
 
@@ -178,7 +185,8 @@ class ClippingByLastStep(InBackward):
         super().__init__(settings, limits.norm_type)
         self._limits = limits
         self._params: list[Any] = []
-        self._ranks: dict[Any, NormRanks] = {}
+        self._are_final = False
+        self._known_ranks: dict[Any, NormRanks] = {}
         self.note(params)
         self._scale = torch.ones((), dtype=self._dtype)
         if settings.last_norm is not None:
@@ -187,11 +195,18 @@ class ClippingByLastStep(InBackward):
 
     def note(self, params: list[Any]) -> None:
         if not _C.same_objects(params, self._params):
-            owners = owners_of(units_alive())
-            self._ranks = {param: NormRanks.of(param, owners, _CALLER) for param in params}
-            self._all_ranks = list(dict.fromkeys(self._ranks.values()))
+            self._known_ranks = {}
             self._params = params
             self._dtype = norm_dtype(params)
+
+    @property
+    def _ranks(self) -> dict[Any, NormRanks]:
+        """The ranks of each parameter. They are found in a step, when there are roots."""
+        if not self._known_ranks:
+            owners = owners_of(units_alive())
+            self._known_ranks = {p: NormRanks.of(p, owners, _CALLER) for p in self._params}
+            self._are_final = have_roots(owners[p] for p in self._params if p in owners)
+        return self._known_ranks
 
     @property
     def key(self) -> Callable[[Any], Hashable]:
@@ -203,6 +218,8 @@ class ClippingByLastStep(InBackward):
     def _begin_step(self) -> None:
         self._norms: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
         self._clipped: set[Hashable] = set()
+        if not self._are_final:
+            self._known_ranks = {}
 
     @torch.no_grad()
     def clip(self, part: Hashable, stepped: Iterable[tuple[Any, torch.Tensor]]) -> None:
@@ -228,7 +245,7 @@ class ClippingByLastStep(InBackward):
         self._unit_norms.clear()
         try:
             # Units may end in another order on another rank, but all ranks reduce in this order.
-            norms = {ranks: self._norms[ranks] for ranks in self._all_ranks}
+            norms = {ranks: self._norms[ranks] for ranks in dict.fromkeys(self._ranks.values())}
             self.norm = total_norm(norms, self._limits.norm_type, self._dtype, _CALLER)
             before = self._scale.to(self.norm.device)
             # A step without gradients does not count, and NaN would stay for ever.
@@ -256,7 +273,8 @@ class _UnitGradients:
         places = gradient_places(entries, unit.impl.layout, unit.grad_dtype)
         for entry, place in zip(trained, places, strict=True):
             if entry.sharded in params:
-                ranks = NormRanks.of(entry.sharded, {entry.sharded: unit}, _OF_UNITS)
+                # Not over the root's ranks: backward may not reach the unit on other meshes.
+                ranks = NormRanks.of(entry.sharded, {}, _OF_UNITS)
                 end = place.offset + place.local_shape.numel() * place.dtype.itemsize
                 self.by_ranks[ranks].append(flat[place.offset : end].view(place.dtype))
 

@@ -219,7 +219,8 @@ class FlatStep(FusedSteps):
         """The norm of the last step's gradients before clipping.
 
         It is None unless ``attach`` got ``max_norm`` or ``skip_nonfinite``. With
-        ``clip_by="last_step"``, gradients that ``step()`` steps count, too.
+        ``clip_by="last_step"``, gradients that ``step()`` steps count, too. Otherwise, plain
+        experts on a mesh of their own count on the ranks of this mesh alone.
         """
         clipping: InBackward | None = vars(self).get("_clipping")
         return None if clipping is None else clipping.norm

@@ -33,7 +33,11 @@ def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class NormRanks:
-    """The ranks over which a parameter's gradient is sharded."""
+    """The ranks over which a parameter's gradient is sharded.
+
+    If a plain parameter's unit has another mesh than the root, the root's ranks have different
+    parameters of its name, such as experts, so the norm is that of all of them.
+    """
 
     # One for each dimension of a mesh that shards; none if each rank has it whole.
     groups: tuple[dist.ProcessGroup, ...]
@@ -44,7 +48,7 @@ class NormRanks:
         unit = owners.get(param)
         if isinstance(param, DTensor):
             mesh = param.device_mesh
-            groups = tuple(map(mesh.get_group, sharded_dims(param)))
+            groups = _around(param, unit) or tuple(map(mesh.get_group, sharded_dims(param)))
             device = device_of(mesh.device_type, param) if unit is None else unit.device
             return cls(groups, device)
         if is_flat(param):
@@ -55,6 +59,22 @@ class NormRanks:
                 )
             return cls((unit.ranks.shard_group,), unit.device)
         return cls((), param.device)
+
+
+def have_roots(units: Iterable[Unit]) -> bool:
+    """Return whether the :class:`NormRanks` of the units' parameters stay as they are."""
+    return all(unit.root is not None and not unit.root.is_provisional for unit in units)
+
+
+def _around(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
+    """Return the root's shard group if it has different parameters of one name; else nothing."""
+    root = None if unit is None else unit.root
+    if unit is None or root is None or root.meshes[root.number(unit)] == 0:
+        return ()
+    if unit.settings.all_reduce_hook is not None:
+        return ()  # it may keep the parameters of all meshes equal
+    was_plain = any(each.sharded is param and each.unsharded is None for each in unit.params)
+    return (root.units[0].ranks.shard_group,) if was_plain else ()
 
 
 def norms_of(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -190,6 +190,35 @@ def test_parameters_of_experts_that_one_set_uses_have_a_gradient_in_both() -> No
     run_ranks(_used_in_one_set, RANKS)
 
 
+def _clip_experts() -> None:
+    """Each rank has other elements, so the norm is that of all local gradients together."""
+
+    def sharded() -> Any:
+        return Setup().model(fsdp_ext.fully_shard, mesh)
+
+    def run_backward(model: Any) -> None:
+        model(batch(0, dist.get_rank())).square().sum().backward()
+
+    mesh = Setup().mesh()
+    model = sharded()
+    fsdp_ext.clip_grad_norm_(model, 1.0)  # before the model has a root
+    run_backward(model)
+    own = [param.grad.to_local().square().sum() for param in model.parameters()]
+    square = torch.stack(own).sum()
+    dist.all_reduce(square)
+    torch.testing.assert_close(fsdp_ext.clip_grad_norm_(model, 1.0), square.sqrt())
+    attached = sharded()
+    optimizer = fsdp_ext.optim.SGD(attached.parameters(), lr=0.0)
+    optimizer.attach(attached, max_norm=1.0)
+    run_backward(attached)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, square.sqrt())
+
+
+def test_the_norm_has_the_experts_of_all_ranks() -> None:
+    run_ranks(_clip_experts, RANKS)
+
+
 def _save_and_load(path: str) -> None:
     setup = Setup(kind="dtensor")
     mesh = setup.mesh()
