@@ -112,6 +112,17 @@ bool TorchRoot::is_recomputing() const {
          torch::autograd::get_current_graph_task_id() >= 0;
 }
 
+bool TorchRoot::enter_recomputation(const TorchUnit& unit) {
+  const bool begins = passes().is_between() && at::GradMode::is_enabled() && unit.number() != 0 &&
+                      torch::autograd::get_current_graph_task_id() >= 0 &&
+                      pipeline_->awaits_backward_of(unit.number());
+  if (begins) {
+    const py::gil_scoped_release no_gil;
+    (void)ensure_backward();
+  }
+  return is_recomputing();
+}
+
 bool TorchRoot::is_in_inner_backward() const {
   return torch::autograd::get_current_graph_task_id() != backward_task_;
 }

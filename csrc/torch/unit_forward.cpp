@@ -96,7 +96,7 @@ py::object UnitForward::pre_forward(std::size_t index, py::handle module, py::ha
   const std::shared_ptr<TorchRoot> root = living_root();
   root->owner().enter(RootOwner::Use::Forward);
   handled_.at(index) = handled_exception();
-  const bool recomputing = root->is_recomputing();
+  const bool recomputing = root->enter_recomputation(unit_);
   if (!recomputing && !root->enter_forward(unit_)) {
     py::object inputs = root->pre_forward_when_stale(module, args, kwargs);
     root->leave_if_idle();  // another root may run the forward

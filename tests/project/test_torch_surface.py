@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_ext
 from fsdp_ext import fully_shard
@@ -296,7 +297,20 @@ class Stage(nn.Module):
         return self.layers(x).relu()
 
 
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(lambda x: x + self.inner(self.norm(x)), x, use_reentrant=False)
+
+
 def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
+    own = {"settings": {}, "recomputes": False}
+    settings, recomputes = (options.get(name, own[name]) for name in own)
+    options = {name: value for name, value in options.items() if name not in own}
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     gradients: dict[str, list[Tensor]] = {}
     for name in ("fsdp2", "fsdp_ext"):
@@ -304,9 +318,13 @@ def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         models = [Stage() for _ in range(stages)]
         for model in models:
+            if recomputes:
+                model.layers = nn.Sequential(Recomputed(), Recomputed())
+                for layer in model.layers:
+                    shard(layer.inner, mesh=mesh["dp"], **settings)
             for layer in model.layers:
-                shard(layer, mesh=mesh["dp"])
-            shard(model, mesh=mesh["dp"])
+                shard(layer, mesh=mesh["dp"], **settings)
+            shard(model, mesh=mesh["dp"], **settings)
         parts = [
             PipelineStage(model, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
             for index, model in enumerate(models)
@@ -343,19 +361,22 @@ def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
         assert torch.equal(theirs, ours)
 
 
+STAGES_ON_ONE_RANK = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11 sends between stages of one rank through gloo, which refuses",
+)
+STAYS_WHOLE = {"settings": {"reshard_after_forward": False}}
+
+
 @pytest.mark.parametrize(
     ("schedule", "stages", "options"),
     [
         ("GPipe", 1, {}),
         ("1F1B", 1, {}),
+        pytest.param("Interleaved1F1B", 2, {}, marks=STAGES_ON_ONE_RANK),
+        pytest.param("InterleavedZeroBubble", 2, STAYS_WHOLE, marks=STAGES_ON_ONE_RANK),
         pytest.param(
-            "Interleaved1F1B",
-            2,
-            {},
-            marks=pytest.mark.skipif(
-                torch.__version__ < "2.13",
-                reason="torch 2.11 sends between stages of one rank through gloo, which refuses",
-            ),
+            "ZBVZeroBubble", 2, {"recomputes": True, **STAYS_WHOLE}, marks=STAGES_ON_ONE_RANK
         ),
         pytest.param(
             "Interleaved1F1B",

@@ -100,6 +100,14 @@ void ForwardOrder::reset() {
   }
 }
 
+bool ForwardOrder::awaits_backward_of(int unit) const {
+  return std::any_of(passes_.begin(), passes_.end(), [unit](const ForwardPass& pass) {
+    return std::any_of(pass.calls.begin(), pass.calls.end(), [unit](const ForwardCall& call) {
+      return call.unit == unit && call.with_gradient;
+    });
+  });
+}
+
 int ForwardOrder::upcoming(std::size_t ahead) const {
   const std::size_t index = next_ + ahead;
   return index < last_order_.size() ? last_order_[index] : kNoUnit;

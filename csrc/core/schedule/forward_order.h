@@ -60,6 +60,8 @@ class ForwardOrder {
 
   // The forwards whose backward may come, in their order.
   std::vector<ForwardPass>& passes() { return passes_; }
+  // Whether one of them has a call of the unit that autograd recorded.
+  bool awaits_backward_of(int unit) const;
   // All calls with a smaller id are forgotten.
   CallId first_call() const { return passes_.empty() ? next_call_ : passes_.front().first; }
 

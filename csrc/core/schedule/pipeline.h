@@ -73,6 +73,8 @@ class Pipeline {
   // `with_gradient`: autograd recorded this call.
   CallId post_forward(int unit, bool with_gradient = true);
 
+  // Whether a backward may come for a recorded call of the unit.
+  bool awaits_backward_of(int unit) const { return forward_order_.awaits_backward_of(unit); }
   BackwardSchedule& backward() { return backward_; }
 
   // - Passes that fail.
