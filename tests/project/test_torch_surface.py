@@ -308,12 +308,12 @@ class Recomputed(nn.Module):
 
 
 def _pipeline(schedule: str, stages: int, options: dict[str, Any]) -> None:
-    own = {"settings": {}, "recomputes": False}
-    settings, recomputes = (options.get(name, own[name]) for name in own)
+    own = {"settings": {}, "recomputes": False, "systems": ("fsdp2", "fsdp_ext")}
+    settings, recomputes, systems = (options.get(name, own[name]) for name in own)
     options = {name: value for name, value in options.items() if name not in own}
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     gradients: dict[str, list[Tensor]] = {}
-    for name in ("fsdp2", "fsdp_ext"):
+    for name in systems:
         shard = load_system(name).fully_shard
         torch.manual_seed(0)
         models = [Stage() for _ in range(stages)]
@@ -393,6 +393,16 @@ def test_pipelining_reduces_once_for_all_micro_batches(
     schedule: str, stages: int, options: dict[str, Any]
 ) -> None:
     run_ranks(_pipeline, 2, schedule, stages, options)
+
+
+def _loses_gradients() -> None:
+    with pytest.raises(RuntimeError, match=r"unit 'layers\.\d' was resharded after forward, so a"):
+        _pipeline("InterleavedZeroBubble", 2, {"systems": ("fsdp_ext",)})
+
+
+@STAGES_ON_ONE_RANK
+def test_zero_bubble_pipelining_of_units_that_reshard_raises() -> None:
+    run_ranks(_loses_gradients, 2)
 
 
 def _indexing() -> None:

@@ -14,6 +14,11 @@ bool is_complete(const Bucket& bucket) {
   });
 }
 
+// Whether modules have the unit's unsharded parameters.
+bool shows_unsharded(const Unit& unit) {
+  return unit.gather.is_unsharded() && !unit.gather.is_put_away();
+}
+
 bool needs_reduction(const Bucket& bucket) {
   return std::any_of(bucket.units.begin(), bucket.units.end(), [](const Unit* unit) {
     return unit->gradients.needs_reduction(unit->requires_gradient_sync);
@@ -28,6 +33,7 @@ void BackwardSchedule::fail(const Error& error) { throw_and_abort(error, lanes_,
 void BackwardSchedule::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
+  backward_goes_on_ = graph.is_kept;
   // Backward takes steps of units that it may not reach, if unused parameters are reduced.
   for (const auto& unit : units_.all()) {
     backward_order_.set_expected(unit->number, unit->reduces_unused && unit->gradients.count() > 0);
@@ -50,7 +56,7 @@ void BackwardSchedule::pre_backward(int number, CallId call) try {
   if (unit.backward.has_gathers()) {
     take_steps(backward_order_.until_gather(call));
   }
-  if (!unit.gather.is_unsharded() || unit.gather.is_put_away()) {  // the call has no step
+  if (!shows_unsharded(unit)) {  // the call has no step
     gather_in_backward(unit);
   } else {
     gatherer_.note_read(unit);  // another output of the unit may have come on another stream
@@ -104,6 +110,9 @@ void BackwardSchedule::take(const BackwardStep& step) {
     case BackwardAction::Gather:
       if (backward_accumulates_) {
         unit.gradients.reach(unit.requires_gradient_sync);
+        forward_order_.note_reached(step.call, /*is_left_out=*/false);
+      } else if (backward_goes_on_ && unit.gradients.trains() && !shows_unsharded(unit)) {
+        forward_order_.note_reached(step.call, /*is_left_out=*/true);
       }
       gather_in_backward(unit);
       return;

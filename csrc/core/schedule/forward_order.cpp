@@ -1,6 +1,7 @@
 #include "core/schedule/forward_order.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsdp {
 namespace {
@@ -80,6 +81,30 @@ void ForwardOrder::expect(CallId id) {
   if (ForwardCall* call = find(id)) {
     call->is_expected = true;
   }
+}
+
+void ForwardOrder::note_reached(CallId id, bool is_left_out) {
+  const auto behind =
+      std::upper_bound(passes_.begin(), passes_.end(), id,
+                       [](CallId call, const ForwardPass& pass) { return call < pass.first; });
+  if (behind == passes_.begin()) {
+    return;
+  }
+  ForwardPass& pass = *(behind - 1);
+  const auto index = static_cast<std::size_t>(id - pass.first);
+  if (index < pass.calls.size()) {
+    pass.calls[index].is_left_out = is_left_out;
+  }
+}
+
+int ForwardOrder::take_left_out() {
+  int unit = kNoUnit;
+  for (ForwardPass& pass : passes_) {
+    for (ForwardCall& call : pass.calls) {
+      unit = std::exchange(call.is_left_out, false) ? call.unit : unit;
+    }
+  }
+  return unit;
 }
 
 // The calls of the forward that runs.

@@ -26,6 +26,8 @@ struct ForwardCall {
   bool with_gradient = false;  // autograd recorded it
   bool is_expected = false;    // in backward, even if the graph does not contain its output
   bool is_included = false;    // used within BackwardOrder::begin
+  // Backward has reached it for chosen tensors only, when its unit was sharded, and will go on.
+  bool is_left_out = false;
 };
 
 // Forward enters or leaves the call at a place in ForwardPass::calls.
@@ -55,6 +57,10 @@ class ForwardOrder {
   void leave(CallId call, bool with_gradient);
   // Backward takes the call's steps even if the graph does not contain its output.
   void expect(CallId call);
+  // Sets is_left_out of a call whose output backward has reached.
+  void note_reached(CallId call, bool is_left_out);
+  // Returns a unit with such a call, or kNoUnit, and forgets which calls were left out.
+  int take_left_out();
   // Forgets the iteration that runs, after an exception.
   void reset();
 

@@ -75,6 +75,8 @@ class Pipeline {
 
   // Whether a backward may come for a recorded call of the unit.
   bool awaits_backward_of(int unit) const { return forward_order_.awaits_backward_of(unit); }
+  // ForwardOrder::take_left_out.
+  int take_left_out() { return forward_order_.take_left_out(); }
   BackwardSchedule& backward() { return backward_; }
 
   // - Passes that fail.

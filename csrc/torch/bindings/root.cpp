@@ -276,6 +276,7 @@ void register_gradients(RootClass& bound) {
            [](TorchRoot& root, int unit) {
              return root.pipeline().unit(unit).gradients.awaits_reduction();
            })
+      .def("take_left_out", [](TorchRoot& root) { return root.pipeline().take_left_out(); })
       .def("has_unreduced", &has_unreduced)
       .def("shown",
            [](TorchRoot& root, std::size_t unit) {

@@ -287,6 +287,14 @@ class StateView(_View):
 
     def _root_post_backward_final_callback(self) -> None:
         ParamGroupView(self._unit).post_backward()
+        root = self._unit.root
+        number = -1 if root is None else root.impl.take_left_out()
+        if root is not None and number >= 0:
+            raise RuntimeError(
+                f"unit '{root.units[number].name}' was resharded after forward, so a backward for "
+                "the inputs of its pipeline stage lost its gradients. Zero-bubble schedules need "
+                "reshard_after_forward=False in fully_shard for every unit."
+            )
 
 
 def register(unit: Unit) -> None:
