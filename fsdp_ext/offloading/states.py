@@ -20,7 +20,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -29,8 +29,78 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ext import _C
-from fsdp_ext.offloading.portion import Portion, is_offloaded
+from fsdp_ext._util.errors import UnsupportedError
+from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.root.unit import Unit, owners_of
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # not on a default device
+_ALIGNMENT = 64  # bytes, of each state in the memory of a portion
+
+
+@dataclass
+class _Portion:
+    """Parameters that are stepped together, and where their states are."""
+
+    by_group: list[list[nn.Parameter]]  # for each group of the optimizer
+    is_sharded: bool  # whether their states are offloaded
+    on_host: list[torch.Tensor] = field(default_factory=list)
+    on_device: list[torch.Tensor] = field(default_factory=list)
+    host: torch.Tensor = _NOTHING  # the memory of them all
+    device: torch.Tensor = _NOTHING  # a part of a staging tensor
+
+    def __post_init__(self) -> None:
+        # The optimizer has no states yet. Later, these entries note the offloaded ones.
+        self.entries = StateEntries({}, self.params(), _is_offloaded)
+
+    def params(self) -> Iterator[nn.Parameter]:
+        return chain.from_iterable(self.by_group)
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.numel()
+
+    def settle(self, states: dict[Any, Any]) -> None:
+        """Move the states that the optimizer has now into one tensor on the host."""
+        self.entries = StateEntries(states, self.params(), _is_offloaded)
+        old = self.entries.values()
+        for name, value in zip(self.entries.names, old, strict=True):
+            if type(local_of(value)) is not torch.Tensor:
+                raise UnsupportedError(
+                    f"offload_optimizer got an optimizer whose state '{name}' is a "
+                    f"{type(local_of(value)).__name__}. Use one whose states are plain tensors."
+                )
+        sizes = [-(-local_of(value).nbytes // _ALIGNMENT) * _ALIGNMENT for value in old]
+        pins = torch.cuda.is_available()
+        self.host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pins)
+        self.on_host = self._views(self.host, old)
+        self.leave()
+        for new, value in zip(self.on_host, old, strict=True):
+            local_of(new).copy_(local_of(value))
+        self.entries.put(self.on_host)
+
+    def leave(self) -> None:
+        """Forget the tensors that place() makes."""
+        self.on_device = []
+        self.device = _NOTHING
+
+    def place(self, staging: torch.Tensor) -> None:
+        """Make the tensors that the optimizer has while it steps this portion."""
+        self.device = staging[: self.nbytes]
+        self.on_device = self._views(self.device, self.on_host)
+
+    def _views(self, memory: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        views, first = [], 0
+        for value in like:
+            local = local_of(value)
+            part = _C.FlatTensor.part_of(memory, first, local.shape, local.dtype)
+            views.append(over(part, value))
+            first += -(-local.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return views
+
+
+def _is_offloaded(value: object) -> bool:
+    """Return whether a state is kept on the host. Scalars and empty shards are not worth a copy."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and local_of(value).numel() > 0
 
 
 class OffloadedStates:
@@ -40,7 +110,7 @@ class OffloadedStates:
         self._units = units
         self._device = device
         self._streams = _CopyStreams(device)
-        self._portions: list[Portion] = []
+        self._portions: list[_Portion] = []
         self._params: list[list[nn.Parameter]] = []  # as the portions have them
         self._staging: list[torch.Tensor] = []
         step: Any = type(optimizer).step
@@ -114,7 +184,7 @@ class OffloadedStates:
 
     # - Portions
 
-    def _sharded(self) -> Iterator[Portion]:
+    def _sharded(self) -> Iterator[_Portion]:
         return (portion for portion in self._portions if portion.is_sharded)
 
     def _is_plan_of(self, params: list[list[nn.Parameter]]) -> bool:
@@ -144,7 +214,7 @@ class OffloadedStates:
                 [param for param in params if number_of.get(param, number + 1) == index]
                 for params in self._params
             ]
-            self._portions.append(Portion(by_group, is_sharded=index <= number))
+            self._portions.append(_Portion(by_group, is_sharded=index <= number))
 
     def _place(self) -> None:
         """Make the staging tensors as large as needed, and portions over them."""
@@ -170,7 +240,7 @@ class OffloadedStates:
         """Keep load_state_dict from moving all states to the GPU at once."""
         states = {
             key: {
-                name: _Held(value) if is_offloaded(value) else value
+                name: _Held(value) if _is_offloaded(value) else value
                 for name, value in values.items()
             }
             if isinstance(values, dict)
@@ -207,7 +277,7 @@ class _CopyStreams:
         self._in = self._module.Stream(device)
         self._back = self._module.Stream(device)
 
-    def copy_in(self, portion: Portion) -> None:
+    def copy_in(self, portion: _Portion) -> None:
         """Copy states to the device, once earlier ones have left the staging tensor."""
         self._in.wait_stream(self._back)
         with self._module.stream(self._in):
@@ -217,7 +287,7 @@ class _CopyStreams:
         """Let the current stream wait for the copies to the device so far."""
         self._module.current_stream(self._device).wait_stream(self._in)
 
-    def copy_back(self, portion: Portion) -> None:
+    def copy_back(self, portion: _Portion) -> None:
         """Copy states to the host, once the current stream has stepped them."""
         self._back.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._back):

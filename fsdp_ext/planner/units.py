@@ -7,6 +7,7 @@ The rules are those of training: ``sharding/params/param_group.py`` and
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +15,15 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import _C
 from fsdp_ext._util.names import without_fsdp1
 from fsdp_ext.comm.link import Link
 from fsdp_ext.optim.attached import frees_gradients
-from fsdp_ext.planner.meta_copies import meta_copy
 from fsdp_ext.sharding.api.arguments import check_containers, check_modules
+from fsdp_ext.sharding.api.fsdp_module import original_class
 from fsdp_ext.sharding.params.dtensors import part_of_this_rank
 from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
@@ -37,6 +38,7 @@ from fsdp_ext.sharding.params.settings import Decision, UnitSettings
 from fsdp_ext.sharding.root.module_state import (
     ModuleState,
     groups_of,
+    is_state,
     managed_params,
     set_state,
     unit_of,
@@ -48,6 +50,9 @@ from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
 # The modules that become units: classes, modules, or a function that decides for each module.
 Units = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[nn.Module], bool]
+
+# Attributes with hooks. Hooks, those of fully_shard above all, belong to the original model.
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def units_of_sharded(model: nn.Module, ranks: PlannedRanks) -> nn.Module:
         for unit in units:
             settle(unit)
             shown.enter_context(own_parameters_shown(unit))
-        copied, copies = meta_copy(model)
+        copied, copies = _meta_copy(model)
     if unit_of(model) is None:
         raise ValueError(
             f"plan got a {type(model).__name__} in which only modules inside are sharded. Call "
@@ -265,7 +270,7 @@ def units_of_plain(
     for name, param in model.named_parameters():
         check_parameter(name, param, param.device)  # a lazy one has no shape to copy
     _refuse_extensions(model)
-    copied, copies = meta_copy(model)
+    copied, copies = _meta_copy(model)
     # Users shard inner modules first, too.
     for module in reversed(list(model.modules())):
         if module is model or module in chosen:
@@ -352,3 +357,48 @@ def _shard(module: nn.Module, ranks: PlannedRanks, settings: UnitSettings) -> No
         planned.append(PlannedParam(param_name, param, param.shape, keeps))
         mark_sharded(param, param, param_name, name)
     set_state(module, ModuleState(module, (PlannedUnit(name, planned, ranks, settings),)))
+
+
+# - Copies on the meta device
+
+
+def _meta_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    """Return a copy of ``model`` without memory, and the copy of each of its modules.
+
+    Shared parameters are shared in the copy, too. The copy has no hooks and no traces of
+    ``fully_shard``. It shares attributes that cannot be copied with the original.
+    """
+    memo: dict[int, Any] = {}
+    shells: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        cls: Any = original_class(type(module))
+        shells[module] = memo[id(module)] = cls.__new__(cls)
+        attributes = {**module.__dict__, **module._parameters, **module._buffers}
+        for value in attributes.values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = _without_memory(value)
+    for module, shell in shells.items():
+        shell.__dict__.update(
+            (name, type(value)() if name in _HOOKS else _copied(value, memo))
+            for name, value in module.__dict__.items()
+            if not is_state(name)
+        )
+    return shells[model], shells
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        grad_dtype = own_grad_dtype(tensor)
+        if grad_dtype is not None:
+            copied.grad_dtype = grad_dtype
+        return copied
+    return empty
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # a lock, a handle, a process group
+        return value
