@@ -37,7 +37,9 @@ ON_HOSTS = "FSDP_BENCH_HOSTS"  # variable: set if the ranks are on several hosts
 STORE_PORT = 29500  # on a host of its own, where no other program has it
 # Seconds that a rank has to print its table and write its file before it is killed.
 GRACE_S = 10.0
-TIMEOUT = timedelta(minutes=5)  # of a collective, so that the failure of a rank is noticed
+# Of a collective, so that the failure of a rank is noticed. Ranks wait for others that save a large
+# model to a slow disk.
+TIMEOUT = timedelta(minutes=30)
 INTERRUPTED = 130  # the exit code of a process that SIGINT has ended, in a shell
 
 _running: set[Child] = set()
