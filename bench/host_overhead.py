@@ -14,12 +14,12 @@ On the CPU the process group is "fake": collectives take no time and move no dat
 host's work is left. On a GPU it is NCCL with one rank. There the benchmark times the host alone,
 which issues an iteration to an idle GPU.
 
-The lines "ledger" give the cost of fsdp_ext.profile for each unit while it records, and the lines
+The line "ledger" gives the cost of fsdp_ext.profile for each unit while it records, and the line
 "flight record" the cost of recording the newest collectives, which is always on. This does not
 depend on the unit's parameters. It is measured on units of two parameters, whose steps are short
 enough to show it, and compared with the overhead of such a unit and of a unit of 16 parameters. A
 figure whose quartiles include zero is shown as "not distinguishable from zero". --quick leaves out
-the units of 400 parameters and the records of "ours, two buckets".
+the units of 400 parameters, and measures records less often.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ RECORDS: dict[str, Callable[[Any, bool], None]] = {
 
 
 def measure_record(
-    name: str, record: str, repeats: int, overhead_us: float, device: torch.device
+    record: str, repeats: int, overhead_us: float, device: torch.device
 ) -> dict[str, Any]:
     """Return the host overhead that a record adds to a unit.
 
@@ -238,7 +238,6 @@ def measure_record(
     least. The first iterations of each block allocate buffers and fill caches, and do not count.
 
     Args:
-        name: the system.
         record: one of `RECORDS`.
         repeats: pairs of blocks.
         overhead_us: the overhead of a unit of 16 parameters, in microseconds, for the ratio.
@@ -246,7 +245,7 @@ def measure_record(
     """
     batch = torch.randn(BATCH, WIDTH, device=device)
     unsharded = make_model(RECORD_LAYERS, RECORD_UNITS).to(device)
-    sharded: Any = SYSTEMS[name](make_model(RECORD_LAYERS, RECORD_UNITS).to(device))
+    sharded: Any = shard_ours(make_model(RECORD_LAYERS, RECORD_UNITS).to(device))
 
     def block(model: nn.Module) -> float:
         seconds = [timed(model, batch) for _ in range(KEPT + BLOCK)]
@@ -269,7 +268,7 @@ def measure_record(
     timing = Timing.of(added)
     own_us = statistics.median(own) * 1e6
     return {
-        "system": f"{name}, {record}",
+        "system": f"ours, {record}",
         "parameters_per_unit": 2 * RECORD_LAYERS,
         "units": RECORD_UNITS,
         "device": device.type,
@@ -292,10 +291,9 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     repeats = 12 if args.quick else 60
     several = 2 * repeats  # the compute of larger units varies more, so they need more repeats
     sizes = [(LAYERS, UNITS, 4 * repeats), (50, 6, several), (200, 6, several)]
-    recorded = ["ours", "ours, two buckets"]
-    pairs = 2 * repeats
+    pairs = 40  # of blocks, each of which takes more than a second
     if args.quick:  # on an H100, all of it would take more than five minutes
-        sizes, recorded, pairs = sizes[:2], recorded[:1], repeats // 2
+        sizes, pairs = sizes[:2], repeats // 2
     without: dict[str, float] = {}
     for layers, units, count in sizes:
         for row in measure_size(layers, units, count, device):
@@ -305,10 +303,9 @@ def measure(args: argparse.Namespace, keep: Keep) -> None:
     for part in (STEP, UNCLIPPED):
         for row in measure_size(LAYERS, UNITS, 2 * repeats, device, part):
             keep(row)
-    for name in recorded:
-        if name in without:
-            for record in RECORDS:
-                keep(measure_record(name, record, pairs, without[name], device))
+    if "ours" in without:
+        for record in RECORDS:
+            keep(measure_record(record, pairs, without["ours"], device))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
