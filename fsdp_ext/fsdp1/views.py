@@ -7,7 +7,7 @@ flat parameter, and a view stands for this rank's shards of a unit's parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,33 +29,10 @@ from fsdp_ext.sharding.root.module_state import (
 )
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import applied, converting, reshard
+from fsdp_ext.sharding.torch_compat.torch_state import View
 
 
-class _View:
-    """A view of a unit. The error for any other attribute lists those that the view has."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __getattr__(self, name: str) -> NoReturn:
-        known = sorted(name for name in dir(type(self)) if not name.startswith("__"))
-        raise AttributeError(
-            f"fsdp_ext's view of FSDP1's private state has only {', '.join(known)}, so there is no "
-            f"'{name}'. Use the module's parameters."
-        )
-
-    def __setattr__(self, name: str, value: object) -> None:
-        found = getattr(type(self), name, None)
-        is_settable = isinstance(found, property) and found.fset is not None
-        if name != "_unit" and not is_settable:
-            raise AttributeError(
-                f"'{name}' was set on a view of fsdp_ext's, which is made anew each time and would "
-                "forget it. Set it on an object of your own."
-            )
-        super().__setattr__(name, value)
-
-
-class FlatParamView(_View):
+class FlatParamView(View):
     """The parameters of a unit, as FSDP1's ``FlatParameter``."""
 
     @property
@@ -148,7 +125,7 @@ def _apply(unit: Unit, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         )
 
 
-class HandleView(_View):
+class HandleView(View):
     """A unit, as FSDP1's ``FlatParamHandle``."""
 
     @property

@@ -317,7 +317,7 @@ def _small() -> None:
     assert not empty._has_params
     assert empty._flat_param is None
     with pytest.raises(
-        AttributeError, match=r"has only .*_fqns.* there is no '_full_param_padded'"
+        AttributeError, match=r"only a view with .*_fqns.* there is no '_full_param_padded'"
     ):
         model._flat_param._full_param_padded  # noqa: B018
     assert dist.get_rank() == model.rank

@@ -115,7 +115,7 @@ def _recognised() -> None:
     assert group.post_forward_mesh_info is None
     with pytest.raises(AttributeError, match=r"only a view with .*_state_ctx.* no '_device_handle"):
         _ = state._device_handle
-    with pytest.raises(AttributeError, match="'post_forward_mesh_info' was set in a view"):
+    with pytest.raises(AttributeError, match="'post_forward_mesh_info' was set on a view"):
         group.post_forward_mesh_info = group.mesh
     # PyTorch's fully_shard knows better than to shard it again.
     with pytest.raises(AssertionError, match="already been applied"):
@@ -178,7 +178,7 @@ def _idle_states() -> None:
         model.reshard()
         model.cpu()
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(AttributeError, match="'_training_state' was set in a view"):
+    with pytest.raises(AttributeError, match="'_training_state' was set on a view"):
         group._training_state = TrainingState.FORWARD
     model[0].register_forward_hook(lambda *_: setattr(group, "_training_state", TrainingState.IDLE))
     with pytest.raises(RuntimeError, match="of unit '0' was set to IDLE while forward runs"):
@@ -233,7 +233,7 @@ def _shared_streams() -> None:
     third = fully_shard(nn.Linear(4, 4))
     torch_fsdp.share_comm_ctx([first, second, third])
     assert fully_shard.state(first)._comm_ctx is fully_shard.state(third)._comm_ctx
-    with pytest.raises(AttributeError, match="'_comm_ctx' was set in a view"):
+    with pytest.raises(AttributeError, match="'_comm_ctx' was set on a view"):
         torch_fsdp.share_comm_ctx([first, other])
 
 

@@ -47,8 +47,8 @@ def _refuse_name(view: object, name: str) -> NoReturn:
     """Raise the error for an attribute that ``view`` does not have. It lists those that it has."""
     known = sorted(name for name in dir(type(view)) if not name.startswith("__"))
     raise AttributeError(
-        f"fsdp_ext has no state of PyTorch's FSDP2, only a view with {', '.join(known)}, so "
-        f"there is no '{name}'. Use the methods of FSDPModule."
+        f"fsdp_ext has no state of PyTorch's FSDP, only a view with {', '.join(known)}, so there "
+        f"is no '{name}'. Use the module's methods and parameters."
     )
 
 
@@ -74,8 +74,8 @@ class _CommContext:
         return kind(priority=-1, **of_device)  # as in FSDP2
 
 
-class _View:
-    """A read-only view, whose error for any other attribute lists those that it has."""
+class View:
+    """A view of a unit. The error for any other attribute lists those that it has."""
 
     def __init__(self, unit: Unit) -> None:
         object.__setattr__(self, "_unit", unit)
@@ -84,6 +84,19 @@ class _View:
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_name(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        found = getattr(type(self), name, None)
+        if not isinstance(found, property) or found.fset is None:
+            raise AttributeError(
+                f"'{name}' was set on a view of fsdp_ext's, which has no effect and is forgotten. "
+                "Use the module's methods, or set it on an object of your own."
+            )
+        super().__setattr__(name, value)
+
+
+class _StateView(View):
+    """A view that is read-only, except for what PyTorch's share_comm_ctx sets."""
 
     @property
     def _comm_ctx(self) -> object:
@@ -99,15 +112,12 @@ class _View:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("_comm_ctx", "comm_ctx") and value == self._comm_ctx:
-            first_of_root(self._unit).comm_context = value  # by PyTorch's share_comm_ctx
-            return
-        raise AttributeError(
-            f"'{name}' was set in a view of fsdp_ext's state, which has no effect on training. Use "
-            "the methods of FSDPModule."
-        )
+            first_of_root(self._unit).comm_context = value
+        else:
+            super().__setattr__(name, value)
 
 
-class ParamView(_View):
+class ParamView(_StateView):
     """A parameter, as ``FSDPParam``."""
 
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
@@ -132,7 +142,7 @@ _SETTINGS = {
 _WITHOUT_EFFECT = ("unshard_async_op", "reduce_scatter_max_input_buffers")
 
 
-class ParamGroupView(_View):
+class ParamGroupView(_StateView):
     """A unit's parameters, as ``FSDPParamGroup``."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -219,7 +229,7 @@ class ParamGroupView(_View):
             self._unit.root.reduce_accumulated(wait=True)
 
 
-class _StateContextView(_View):
+class _StateContextView(_StateView):
     """All units of a model, as ``FSDPStateContext``."""
 
     @property
@@ -236,7 +246,7 @@ class _StateContextView(_View):
         return first_of_root(self._unit).settings.is_last_backward
 
 
-class StateView(_View):
+class StateView(_StateView):
     """A unit, as ``FSDPState``."""
 
     # PyTorch's _get_module_fsdp_state checks isinstance(state, FSDPState). A real subclass would
