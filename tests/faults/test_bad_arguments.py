@@ -244,7 +244,8 @@ def of_methods() -> list[Row]:
                  on("set_symm_mem_for_comm")),
         *each_of(TypeError, r"max_input_buffers got {}\. Pass an integer",
                  ("x", None, 1.5, 2.0, True), on(buffers)),
-        *each_of(ValueError, r"max_input_buffers got {}\. Pass 1 or more", (0, -1), on(buffers)),
+        *each_of(ValueError, r"max_input_buffers got {}\. Pass an integer of 1 or more", (0, -1),
+                 on(buffers)),
     ]  # fmt: skip
     return rows
 

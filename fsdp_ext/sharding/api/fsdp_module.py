@@ -513,15 +513,12 @@ class FSDPModule(TorchFSDPModule):
             TypeError: if ``max_input_buffers`` is not an integer.
             ValueError: if it is less than 1.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r}. Pass an integer."
-            )
-        if max_input_buffers < 1:
-            raise ValueError(
-                f"set_reduce_scatter_max_input_buffers got {max_input_buffers}. Pass 1 or more."
-            )
-        as_bool("set_reduce_scatter_max_input_buffers", "recurse", recurse)
+        caller = "set_reduce_scatter_max_input_buffers"
+        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_int or max_input_buffers < 1:
+            kind = ValueError if is_int else TypeError
+            raise kind(f"{caller} got {max_input_buffers!r}. Pass an integer of 1 or more.")
+        as_bool(caller, "recurse", recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Do nothing: where NCCL can register buffers, the planned buffers come from its allocator.
