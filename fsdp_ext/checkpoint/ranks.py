@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp_ext.comm.meeting import announce_process, ended_process, meet, store_of, waiting
-from fsdp_ext.comm.rendezvous import plain_text
+from fsdp_ext.comm.store_calls import plain_text
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended

@@ -29,8 +29,9 @@ from fsdp_ext.comm.nccl_settings import (
     nccl_settings,
     pack_multiprocessors,
 )
-from fsdp_ext.comm.rendezvous import Rendezvous, plain_text
+from fsdp_ext.comm.rendezvous import Rendezvous
 from fsdp_ext.comm.simulated import Simulated
+from fsdp_ext.comm.store_calls import plain_text
 from fsdp_ext.comm.transports import (
     GRACE,
     Transport,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDone
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fsdp_ext import _C
 from fsdp_ext._build_info import VERSION
 from fsdp_ext.comm.meeting import (
     LONGEST_PAUSE,
@@ -31,15 +26,12 @@ from fsdp_ext.comm.meeting import (
     processes_seen,
     store_of,
 )
+from fsdp_ext.comm.store_calls import StoreCalls
 
 # The beginning of an offer: a random number, then the version of fsdp_ext.
 _RANDOM_BYTES = 16
 _VERSION_BYTES = 32
 
-_Answer = TypeVar("_Answer")
-
-# Seconds between two looks at whether the store still answers.
-_STORE_CHECK_INTERVAL = 0.5
 # Seconds within which a process that has closed its sockets leaves /proc.
 _EXIT_DELAY = 1.0
 
@@ -92,8 +84,8 @@ class Rendezvous:
         self.ranks = dist.get_process_group_ranks(group)
         self._global_rank = self.ranks[self.rank]
         self._processes = processes_seen(group, store)
-        self._answered = time.monotonic()  # when the store did so last
-        self._store = self._apart(lambda: self._meet(group))
+        self._calls = StoreCalls(f"rank {self._global_rank}", timeout, self._look_for_ended)
+        self._store = self._calls.ask(lambda: self._meet(group))
         found = self._exchange("offer", os.urandom(_RANDOM_BYTES) + _version() + offer)
         self._check_versions(found)
         self.offers = [value[_RANDOM_BYTES + _VERSION_BYTES :] for value in found]
@@ -114,12 +106,9 @@ class Rendezvous:
         values = self._exchange(prefix, value)
         # All ranks have read all offers. One that is early for the next rendezvous must not find
         # those of this one.
-        self._store.delete_key(f"offer/{self.rank}")
-        if self.rank == 0:
-            self._store.delete_key("offer/count")
-            self._store.delete_key("offer/all")
+        self._calls.ask(self._delete_offer)
         self._exchange(f"{prefix}/left", b"left")
-        self._delete_keys(prefix)
+        self._calls.ask_if_possible(lambda: self._delete_keys(prefix))  # else they only stay
         return values
 
     def check_equal(self, texts: Sequence[str], what: str, advice: str) -> None:
@@ -162,47 +151,31 @@ class Rendezvous:
         A counter shows when all have written, so no rank looks at every key.
         """
         keys = [f"{prefix}/{index}" for index in range(len(self.ranks))]
-        try:
+
+        def write_and_read() -> list[bytes]:
             # A rendezvous that failed may have left this rank's offer, and counted it.
             is_counted = self._store.check([keys[self.rank]])
             self._store.set(keys[self.rank], value.hex())
             if not is_counted and self._store.add(f"{prefix}/count", 1) == len(keys):
                 self._store.set(f"{prefix}/all", "")
-        except RuntimeError as error:
-            self._raise_lost_store(error)
-        texts = self._apart(lambda: self._wait_for_all(prefix, keys))
+            return self._wait_for_all(prefix, keys)
+
+        texts = self._calls.ask(write_and_read)
         return [self._parse(text, index, keys) for index, text in enumerate(texts)]
 
     def _delete_keys(self, prefix: str) -> None:
         """Delete the keys of an exchange if all others have left, so that nobody waits for them."""
-        with contextlib.suppress(RuntimeError):  # after an error they only stay
-            if self._store.add(f"{prefix}/done", 1) == len(self.ranks):
-                for name in [*range(len(self.ranks)), "count", "all"]:
-                    self._store.delete_key(f"{prefix}/{name}")
-                    self._store.delete_key(f"{prefix}/left/{name}")
-                self._store.delete_key(f"{prefix}/done")
+        if self._store.add(f"{prefix}/done", 1) == len(self.ranks):
+            for name in [*range(len(self.ranks)), "count", "all"]:
+                self._store.delete_key(f"{prefix}/{name}")
+                self._store.delete_key(f"{prefix}/left/{name}")
+            self._store.delete_key(f"{prefix}/done")
 
-    def _apart(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Return what `ask` returns, which calls the store, on another thread.
-
-        If the network to the store is down, a call of it does not return, whatever its timeout is.
-        """
-        self._answered = time.monotonic()
-        answer: Future[_Answer] = Future()
-        threading.Thread(target=_run, args=(ask, answer), daemon=True).start()
-        while True:
-            try:
-                return answer.result(_STORE_CHECK_INTERVAL)
-            except dist.DistError as error:
-                self._raise_lost_store(error)
-            except NotDone:
-                silent = time.monotonic() - self._answered
-                if silent >= self._timeout.total_seconds() + 2 * _STORE_CHECK_INTERVAL:
-                    raise RuntimeError(
-                        f"rank {self._global_rank}: the process group's store has not answered for "
-                        f"{silent:.0f} s. In most jobs rank 0 serves it. That process, or the "
-                        "network to it, may be down."
-                    ) from None
+    def _delete_offer(self) -> None:
+        self._store.delete_key(f"offer/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key("offer/count")
+            self._store.delete_key("offer/all")
 
     def _meet(self, group: dist.ProcessGroup) -> Store:
         return meet(
@@ -211,11 +184,8 @@ class Rendezvous:
             self._timeout,
             lambda late: self._raise_late(late[0]),
             self._raise_ended,
-            self._note_answer,
+            self._calls.note_answer,
         )
-
-    def _note_answer(self) -> None:
-        self._answered = time.monotonic()
 
     def _wait_for_all(self, prefix: str, keys: list[str]) -> list[bytes]:
         """Return the values of the keys, one of each rank, when all are there.
@@ -226,7 +196,7 @@ class Rendezvous:
 
         def are_there() -> bool:
             is_there: bool = self._store.check([f"{prefix}/all"])
-            self._note_answer()
+            self._calls.note_answer()
             return is_there
 
         for is_late in looks(are_there, self._timeout.total_seconds(), first_look(len(keys))):
@@ -263,8 +233,8 @@ class Rendezvous:
             "same model on all ranks."
         )
 
-    def _raise_lost_store(self, error: RuntimeError) -> NoReturn:
-        """Raise an error that names a rank that has ended, or else says that the store is gone."""
+    def _look_for_ended(self) -> None:
+        """Raise an error that names a rank if one has ended."""
         deadline = time.monotonic() + _EXIT_DELAY
         while time.monotonic() < deadline and self._processes:
             for index in self._processes:
@@ -272,11 +242,6 @@ class Rendezvous:
                 if process is not None:
                     self._raise_ended(index, process)
             time.sleep(LONGEST_PAUSE)
-        raise RuntimeError(
-            f"rank {self._global_rank} cannot reach the process group's store any more: "
-            f"{plain_text(error)}. The process that served it, often rank 0, has ended. Its last "
-            "output may say why."
-        ) from error
 
     def _raise_ended(self, index: int, process: int) -> NoReturn:
         raise RuntimeError(
@@ -286,17 +251,5 @@ class Rendezvous:
         )
 
 
-def _run(work: Callable[[], _Answer], result: Future[_Answer]) -> None:
-    try:
-        result.set_result(work())
-    except BaseException as error:
-        result.set_exception(error)
-
-
 def _version() -> bytes:
     return VERSION.encode("ascii", "replace")[:_VERSION_BYTES].ljust(_VERSION_BYTES)
-
-
-def plain_text(error: BaseException) -> str:
-    """Return the message of an error of torch, without source positions and stacks."""
-    return _C.plain_text(str(error)) or type(error).__name__

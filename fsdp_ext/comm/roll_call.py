@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from fsdp_ext import _C
 from fsdp_ext.comm.meeting import looks, meet, processes_of, store_of
+from fsdp_ext.comm.store_calls import StoreCalls
 from fsdp_ext.comm.transports import timeout_of
 
 # Seconds until a waiting rank looks at the other ranks: a constant, and an addition for each rank,
@@ -42,7 +43,7 @@ def call_roll(groups: Mapping[dist.ProcessGroup, torch.device], caller: str) -> 
     for group in groups:
         store = store_of(group) if group.size() > 1 else None
         if store is not None:
-            _RollCall(group, store, caller).wait(timeout)
+            _RollCall(group, store, caller, timeout).wait()
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def called_by_all(groups: Mapping[dist.ProcessGroup, torch.device], caller: str)
 
     Raises:
         RuntimeError: if a rank makes another call, has ended, or does not come within the longest
-            timeout of the groups. The message names it.
+            timeout of the groups. The message names it. Also if the store does not answer.
     """
     if _is_called.get() or not groups:
         yield
@@ -77,38 +78,53 @@ class _RollCall:
     last rank that leaves deletes all keys.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Store, caller: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, store: Store, caller: str, timeout: timedelta
+    ) -> None:
         self._group = group
         self._store = store
         self._caller = caller
+        self._timeout = timeout
         self._index = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._number = _counts.get(group, 0)
+        self._calls = StoreCalls(f"rank {self._ranks[self._index]} in {caller}", timeout)
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self) -> None:
         """Wait until all ranks have come."""
-        self._store = meet(
-            self._group, self._store, timeout, partial(self._raise_late, timeout), self._raise_ended
+        self._store = self._calls.ask(self._meet)
+        self._calls.ask(self._come)
+        try:
+            self._wait_for_others()
+        except BaseException:
+            self._calls.ask_if_possible(lambda: self._store.add(self._key("count"), -1))
+            raise
+        _counts[self._group] = self._number + 1
+        self._calls.ask(self._leave)
+
+    def _meet(self) -> Store:
+        return meet(
+            self._group,
+            self._store,
+            self._timeout,
+            self._raise_late,
+            self._raise_ended,
+            self._calls.note_answer,
         )
+
+    def _come(self) -> None:
         self._store.set(self._rank_key(self._index), self._caller)
         if self._store.add(self._key("count"), 1) == len(self._ranks):
             self._store.set(self._key("all"), "")
-        try:
-            self._wait_for_others(timeout)
-        except BaseException:
-            self._store.add(self._key("count"), -1)
-            raise
-        _counts[self._group] = self._number + 1
-        self._leave()
 
-    def _wait_for_others(self, timeout: timedelta) -> None:
+    def _wait_for_others(self) -> None:
         first = max(_FIRST_LOOK, _FIRST_LOOK_PER_RANK * len(self._ranks))
-        have_come = partial(self._store.check, [self._key("all")])
-        for is_late in looks(have_come, timeout.total_seconds(), first):
-            callers = self._callers()
+        have_come = partial(self._calls.ask, lambda: self._store.check([self._key("all")]))
+        for is_late in looks(have_come, self._timeout.total_seconds(), first):
+            callers = self._calls.ask(self._callers)
             self._look_at_others(callers)
             if is_late:
-                self._give_up(callers, timeout)
+                self._give_up(callers)
 
     def _look_at_others(self, callers: dict[int, str]) -> None:
         for index, caller in callers.items():
@@ -119,20 +135,22 @@ class _RollCall:
                     f"called {self._caller}, and rank {self._ranks[index]} called {caller}. Make "
                     "the same calls with the same arguments on all ranks, in the same order."
                 )
-        for rank, process in processes_of(self._group).items():
+        for rank, process in self._calls.ask(partial(processes_of, self._group)).items():
             ended = _C.ended_process(process)
             if ended is not None and self._ranks.index(rank) not in callers:
                 self._raise_ended(self._ranks.index(rank), ended)
 
-    def _give_up(self, callers: dict[int, str], timeout: timedelta) -> NoReturn:
+    def _give_up(self, callers: dict[int, str]) -> NoReturn:
         """Raise because ranks have not come. This rank may come again, under the same number."""
-        self._store.set(self._rank_key(self._index), _GAVE_UP + self._caller)
+        self._calls.ask(
+            lambda: self._store.set(self._rank_key(self._index), _GAVE_UP + self._caller)
+        )
         came = {
             index
             for index, caller in callers.items()
             if caller.removeprefix(_GAVE_UP) == self._caller
         }
-        self._raise_late(timeout, [i for i in range(len(self._ranks)) if i not in came])
+        self._raise_late([i for i in range(len(self._ranks)) if i not in came])
 
     def _raise_ended(self, index: int, process: int) -> NoReturn:
         self._fail(
@@ -140,10 +158,10 @@ class _RollCall:
             "ended. Its last output may say why."
         )
 
-    def _raise_late(self, timeout: timedelta, indices: Sequence[int]) -> NoReturn:
+    def _raise_late(self, indices: Sequence[int]) -> NoReturn:
         missing = [self._ranks[index] for index in indices]
         self._fail(
-            f"waited {timeout.total_seconds():.0f} s in {self._caller} for ranks {missing}, "
+            f"waited {self._timeout.total_seconds():.0f} s in {self._caller} for ranks {missing}, "
             f"which have not called it. All of the ranks {self._ranks} have to call "
             f"{self._caller}, also if only rank 0 uses the result."
         )

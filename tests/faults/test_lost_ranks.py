@@ -25,6 +25,7 @@ from fsdp_ext import fully_shard
 from fsdp_ext.comm import rendezvous
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
+from fsdp_ext.comm.store_calls import plain_text
 
 # Much longer than a test may take, so its end is no reason for an error.
 LONG = datetime.timedelta(seconds=300)
@@ -470,5 +471,5 @@ def test_an_error_of_torch_loses_its_stack() -> None:
     error = RuntimeError(
         "[../gloo/pair.cc:534] Connection closed [127.0.0.1]:80.\nException raised from f at a.cpp"
     )
-    assert rendezvous.plain_text(error) == "Connection closed [127.0.0.1]:80"
-    assert rendezvous.plain_text(RuntimeError()) == "RuntimeError"
+    assert plain_text(error) == "Connection closed [127.0.0.1]:80"
+    assert plain_text(RuntimeError()) == "RuntimeError"
