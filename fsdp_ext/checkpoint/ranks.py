@@ -1,25 +1,33 @@
 """The ranks that save or load together."""
 
+# Note [messages of agreements]
+# Each rank other than 0 writes its message under a key of its own. Rank 0 takes the messages, and
+# answers each under a key that has the message's number. A rank that gives up replaces its message
+# by null, and rank 0 knows which messages it has taken. So what is left of an agreement that some
+# ranks did not join, or gave up, is never mistaken for a part of a later one.
+
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fsdp_ext.comm.meeting import announce_process, ended_process, meet, store_of, waiting
-from fsdp_ext.comm.store_calls import plain_text
+from fsdp_ext.comm.store_calls import StoreCalls
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
 
-# The number of agreements of each group, by operation. A thread may save while the caller exports.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)  # of this process's messages
+# The number of the message that rank 0 has taken last, by group and key.
+_taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
@@ -62,13 +70,16 @@ class Ranks:
         if not isinstance(timeout, timedelta):
             raise TypeError(f"checkpoints got timeout={timeout!r}. Pass a datetime.timedelta.")
         self._group = group
-        self._timeout = timeout.total_seconds()
+        self._timeout = timeout
         self._store: Any = None
         self._has_met = False  # and the store has only keys of this attempt
+        self._turn = 0  # the number of agreements
+        self._answers: list[str] = []  # the keys of rank 0's last decision
         # A background thread names ranks in messages even after the group has been destroyed.
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()
+        self._calls = StoreCalls(f"rank {self.members[self.rank]}", timeout)
         if group is not None and self.size > 1:
             self._store = store_of(group)
             if self._store is None:
@@ -97,17 +108,15 @@ class Ranks:
             if failure is not None:
                 raise failure
             return decide([value])
+        self._calls = StoreCalls(f"rank {self.members[self.rank]} in {what}", self._timeout)
         self._meet(self._group, what)
-        counts = _counts.setdefault(self._group, Counter())
-        counts[what] += 1
-        number, message = counts[what], {"ok": value}
-        if failure is not None:
-            message = self._failed(self.rank, failure)
+        self._turn += 1
+        message = {"ok": value} if failure is None else self._failed(self.rank, failure)
         if self.rank == 0:
-            decision = self._decide(what, number, message, decide)
+            taken = _taken.setdefault(self._group, {})
+            decision = self._decide(what, message, decide, taken)
         else:
-            self._store.set(_key(what, number, self.rank), json.dumps(message))
-            decision = self._get(_key(what, number, "decision"), 0, what)
+            decision = self._follow(what, message)
         if failure is not None:
             raise failure
         if "failed" in decision:
@@ -124,42 +133,81 @@ class Ranks:
             value = error
         return self.agree(what, value, decide)
 
-    def leave(self, what: str) -> None:
+    def leave(self) -> None:
         """Let rank 0 wait until the others have read its last decision.
 
         Its process may serve the store, and end next.
         """
-        if self._store is None or self._group is None:
-            return
-        key = _key(what, _counts[self._group][what], "left")
-        if self.rank != 0:
-            self._store.add(key, 1)
-            return
         for waited in waiting():
-            if self._store.add(key, 0) == self.size - 1 or waited >= _LEAVING:
-                break
-        self._store.delete_key(key)
+            if waited >= _LEAVING or not self._calls.ask_if_possible(self._has_unread):
+                return
+
+    def _has_unread(self) -> bool:
+        self._answers = [key for key in self._answers if self._store.check([key])]
+        return bool(self._answers)
 
     def _decide(
-        self, what: str, number: int, message: Any, decide: Callable[[list[Any]], Any]
+        self,
+        what: str,
+        message: Any,
+        decide: Callable[[list[Any]], Any],
+        taken: dict[str, int],
     ) -> Any:
         """Decide on rank 0, and tell the others, also if that fails."""
         failure: Exception | None = None
-        others = range(1, self.size)
+        looks = {
+            rank: partial(self._new_message, self._key(what, rank), taken)
+            for rank in range(1, self.size)
+        }
+        came: dict[int, Any] = {}
         try:
-            values = [message, *(self._get(_key(what, number, r), r, what) for r in others)]
-            # So every rank has read the decision before this one.
-            self._store.delete_key(_key(what, number - 1, "decision"))
+            for rank, look in looks.items():
+                came[rank] = self._wait_for(rank, what, look)
+            values = [message, *came.values()]
             decision = next((value for value in values if "failed" in value), None)
             decision = decision or {"ok": decide([value["ok"] for value in values])}
         except Exception as error:
             failure, decision = error, self._failed(0, error)
-        self._store.set(_key(what, number, "decision"), json.dumps(decision))
-        for rank in others:
-            self._store.delete_key(_key(what, number, rank))
+            for rank in looks.keys() - came.keys():
+                found = self._calls.ask_if_possible(looks[rank])
+                if found is not None:
+                    came[rank] = found
+        numbers = {self._key(what, rank): of_rank["number"] for rank, of_rank in came.items()}
+        taken |= numbers
+        self._answers = [_answer_key(key, number) for key, number in numbers.items()]
+        texts = [json.dumps(decision)] * len(self._answers)
+        tell = partial(self._store.multi_set, self._answers, texts)
         if failure is not None:
+            self._calls.ask_if_possible(tell)
             raise failure
+        self._calls.ask(tell)
         return decision
+
+    def _follow(self, what: str, message: Any) -> Any:
+        """Give rank 0 a message, and return its decision: Note [messages of agreements]."""
+        key, number = self._key(what, self.rank), next(_numbers)
+        answer, text = _answer_key(key, number), json.dumps(message | {"number": number})
+        try:
+            self._calls.ask(lambda: self._store.set(key, text))
+            decision = self._wait_for(0, what, lambda: self._read(answer))
+        except BaseException:
+            self._calls.ask_if_possible(lambda: self._store.set(key, "null"))
+            raise
+        self._calls.ask_if_possible(lambda: self._store.delete_key(answer))
+        return decision
+
+    def _key(self, what: str, rank: int) -> str:
+        """Return the key of a rank's message in this agreement."""
+        return f"checkpoint/{what}/{self._turn}/{rank}"
+
+    def _new_message(self, key: str, taken: dict[str, int]) -> Any:
+        message = self._read(key)
+        is_new = message is not None and message["number"] != taken.get(key)
+        return message if is_new else None
+
+    def _read(self, key: str) -> Any:
+        """Return the JSON under a key; None if there is none."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _failed(self, rank: int, error: BaseException) -> dict[str, Any]:
         return {"rank": self.members[rank], "failed": f"{type(error).__name__}: {error}"}
@@ -186,32 +234,33 @@ class Ranks:
     def _meet(self, group: dist.ProcessGroup, what: str) -> None:
         """Use the keys of this attempt from now on: Note [keys of an attempt]."""
         if not self._has_met:
-            timeout = timedelta(seconds=self._timeout)
-            with self._lost_store(what):
-                self._store = meet(
+            self._store = self._calls.ask(
+                lambda: meet(
                     group,
                     self._store,
-                    timeout,
+                    self._timeout,
                     lambda late: self._raise_late(late[0], what),
                     lambda rank, process: self._raise_ended(rank, process, what),
+                    self._calls.note_answer,
                 )
+            )
             self._has_met = True
 
-    def _get(self, key: str, rank: int, what: str) -> Any:
-        """Return a message of a rank, when it is there."""
+    def _wait_for(self, rank: int, what: str, look: Callable[[], Any]) -> Any:
+        """Return what ``look`` finds of a rank, when it is there."""
         looked = 0.0
-        with self._lost_store(what):
-            for waited in waiting():
-                if self._store.check([key]):
-                    break
-                if waited - looked >= _LOOK:
-                    looked = waited
-                    ended = ended_process(self._store, rank, {})
-                    if ended is not None and not self._store.check([key]):
-                        self._raise_ended(rank, ended, what)
-                if waited >= self._timeout:
-                    self._raise_late(rank, what)
-            return json.loads(self._store.get(key))
+        for waited in waiting():
+            found = self._calls.ask(look)
+            if found is not None:
+                return found
+            if waited - looked >= _LOOK:
+                looked = waited
+                ended = self._calls.ask(lambda: ended_process(self._store, rank, {}))
+                if ended is not None and self._calls.ask(look) is None:
+                    self._raise_ended(rank, ended, what)
+            if waited >= self._timeout.total_seconds():
+                self._raise_late(rank, what)
+        raise AssertionError("waiting() does not end")
 
     def _raise_ended(self, rank: int, process: int, what: str) -> NoReturn:
         raise RuntimeError(
@@ -220,23 +269,12 @@ class Ranks:
         )
 
     def _raise_late(self, rank: int, what: str) -> NoReturn:
+        waited = self._timeout.total_seconds()
         raise RuntimeError(
-            f"rank {self.members[self.rank]} waited {self._timeout:.0f} s in {what} for rank "
+            f"rank {self.members[self.rank]} waited {waited:.0f} s in {what} for rank "
             f"{self.members[rank]}. All ranks have to call it, in the same order."
         )
 
-    @contextlib.contextmanager
-    def _lost_store(self, what: str) -> Iterator[None]:
-        """Raise an error that says so if the store cannot be reached."""
-        try:
-            yield
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"rank {self.members[self.rank]} cannot reach the process group's store in "
-                f"{what}: {plain_text(error)}. The process that served it, often rank 0, has "
-                "ended. Its last output may say why."
-            ) from error
 
-
-def _key(what: str, number: int, whose: int | str) -> str:
-    return f"checkpoint/{what}/{number}/{whose}"
+def _answer_key(key: str, number: int) -> str:
+    return f"{key}/{number}"

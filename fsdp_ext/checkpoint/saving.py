@@ -80,7 +80,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
                 with contextlib.suppress(OSError):
                     disk.remove_directory(folder)
             raise
-        ranks.leave("checkpoint.save")
+        ranks.leave()
         return target
 
 

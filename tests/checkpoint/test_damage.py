@@ -33,6 +33,7 @@ import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk, loading, saving
+from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
@@ -587,6 +588,24 @@ def _one_rank_fails(place: Path) -> None:
 
 def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
     run_ranks(_one_rank_fails, 2, tmp_path)
+
+
+def _agree_after_each_rank_was_late() -> list[list[str]]:
+    """One rank after the other leaves an agreement out, and then all ranks agree."""
+    group = dist.group.WORLD
+    agreed = []
+    for late in range(dist.get_world_size()):
+        if dist.get_rank() != late:
+            with pytest.raises(RuntimeError, match=r"waited 0 s in a save for rank"):
+                Ranks(group, timedelta(seconds=0.2)).agree("a save", "old", list)
+        dist.barrier()
+        agreed.append(Ranks(group).agree("a save", f"new {dist.get_rank()}", list))
+    return agreed
+
+
+def test_a_call_that_a_rank_left_out_does_not_disturb_the_next_one() -> None:
+    expected = [["new 0", "new 1", "new 2"]] * 3
+    assert run_ranks(_agree_after_each_rank_was_late, 3, timeout=60.0) == [expected] * 3
 
 
 class KeepsLargest(torch.optim.SGD):

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -22,7 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext import fully_shard
-from fsdp_ext.comm import rendezvous
+from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.comm import rendezvous, roll_call
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.rendezvous import Rendezvous
 from fsdp_ext.comm.store_calls import plain_text
@@ -428,6 +430,48 @@ def _requests_of_a_late_exchange(ranks: int) -> int:
 
 def test_values_of_all_ranks_are_read_by_as_many_requests_whatever_the_number_of_ranks() -> None:
     assert [_requests_of_a_late_exchange(ranks) for ranks in (2, 500)] == [6, 6]
+
+
+class _Broken:
+    """A store whose calls do not return before `hangs` is set, and then raise torch's error."""
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> None:
+            self.hangs.wait()
+            raise dist.DistNetworkError("Broken pipe")
+
+        return call
+
+
+def _errors_of_a_broken_store() -> list[str]:
+    timeout = datetime.timedelta(seconds=0.1)
+    group = dist.new_group(timeout=timeout)
+    broken: Any = _Broken()
+    ranks = Ranks(group, timeout)
+    ranks._store, ranks._has_met = broken, True
+    meeting = mock.patch.object(roll_call, "meet", return_value=broken)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as of_ranks:
+            ranks.agree("a save", "", list)
+        with meeting, pytest.raises(RuntimeError) as of_roll_call:
+            roll_call.call_roll({group: torch.device("cpu")}, "a call")
+        messages += [str(of_ranks.value), str(of_roll_call.value)]
+        broken.hangs.set()
+    return messages
+
+
+def test_a_store_that_hangs_or_has_ended_is_named_by_all_that_wait_in_it() -> None:
+    for rank, said in enumerate(run_ranks(_errors_of_a_broken_store, 2, timeout=60.0)):
+        for what, silent, lost in zip(("a save", "a call"), said[:2], said[2:], strict=True):
+            assert f"rank {rank} in {what}: the process group's store has not answered" in silent
+            assert (
+                f"rank {rank} in {what} cannot reach the process group's store any more: Broken "
+                "pipe. The process that served it, often rank 0, has ended." in lost
+            )
 
 
 def _other_version() -> str:
