@@ -39,8 +39,8 @@ from fsdp_ext.fsdp1.optimizer_states import (
 )
 from fsdp_ext.fsdp1.setup import without_checkpointing
 from fsdp_ext.fsdp1.state_dict_forms import CONFIGS, DEFAULT, SHARDED, Form, State
-from fsdp_ext.fsdp1.whole_tensors import gathered_by_all
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown, show_flat
+from fsdp_ext.sharding.root.agreement import called_by_ranks_of
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import reshard_and_forget, settle
 
@@ -64,7 +64,7 @@ class StateDictMethods:
         form = Form.of_model(wrapper._state_dict_settings)
         names = contextlib.nullcontext() if form.is_local else own_parameters_shown(unit)
         gathers = form.is_full and unit.params and not unit.is_summoned
-        together = gathered_by_all([unit] if gathers else [], "state_dict")
+        together = called_by_ranks_of([unit] if gathers else [], "state_dict")
         with together, torch.inference_mode(False), names:  # DTensors cannot be detached there
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -385,7 +385,7 @@ class StateDictMethods:
             converted = form.convert(value)
             return converted if keeps else None  # drop each whole value before the next is gathered
 
-        with gathered_by_all([unit] if form.is_full else [], caller):
+        with called_by_ranks_of([unit] if form.is_full else [], caller):
             if form.is_full:
                 keeps_plain = all(each._use_orig_params for each in cls.fsdp_modules(model))
                 state = as_rank_0_has_it(state, unit, keeps_plain=keeps_plain)
@@ -422,7 +422,7 @@ class StateDictMethods:
         take: Callable[[Any], Any] = _unchanged
         if only_rank_0_has_it:
             unit = cls._unit_of(model)
-            with gathered_by_all([unit], "the loading of rank 0's state", with_replicas=True):
+            with called_by_ranks_of([unit], "the loading of rank 0's state", with_replicas=True):
                 state = from_rank_0(state, unit, own_params)
             take = functools.partial(received, unit=unit)
         else:

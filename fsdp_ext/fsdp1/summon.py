@@ -22,7 +22,7 @@ from fsdp_ext._util.errors import MisuseError
 from fsdp_ext._util.numbers import as_bool
 from fsdp_ext._util.warn import warn_caller
 from fsdp_ext.fsdp1.state_dict_forms import is_rank_0
-from fsdp_ext.fsdp1.whole_tensors import gathered_by_all, shard_like, whole_copy
+from fsdp_ext.fsdp1.whole_tensors import shard_like, whole_copy
 from fsdp_ext.sharding.params.entries import ShardedParam
 from fsdp_ext.sharding.params.flat_parameter import own_parameters_shown
 from fsdp_ext.sharding.params.module_attributes import set_parameter
@@ -33,6 +33,7 @@ from fsdp_ext.sharding.params.ownership import (
     mark_unsharded,
 )
 from fsdp_ext.sharding.params.unreduced import is_unreduced
+from fsdp_ext.sharding.root.agreement import called_by_ranks_of
 from fsdp_ext.sharding.root.unit import Unit
 from fsdp_ext.sharding.torch_compat.state_dict_hooks import settle
 
@@ -194,7 +195,7 @@ def summon(units: Sequence[Unit], how: Summoning, caller: str) -> Iterator[None]
     """
     for unit in units:
         _check_can_summon(unit, how, caller)
-    with gathered_by_all(units, caller):
+    with called_by_ranks_of(units, caller):
         pass  # the body of the with statement may differ between ranks, with its own collectives
     with contextlib.ExitStack() as summoned:
         for unit in units:

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.transports import gathering_device
 from fsdp_ext.optim.state_entries import over
-from fsdp_ext.sharding.root.agreement import has_peers
-from fsdp_ext.sharding.root.unit import Unit
-
-
-def gathered_by_all(
-    units: Iterable[Unit], caller: str, *, with_replicas: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context that begins once all ranks of the units have made the same call.
-
-    Args:
-        units: the units that are gathered; none if this rank sends nothing.
-        caller: the public function, for messages.
-        with_replicas: whether all ranks of the mesh take part.
-
-    Raises:
-        RuntimeError: if a rank does not call it; the message names the rank.
-    """
-    groups: dict[dist.ProcessGroup, torch.device] = {}
-    for unit in units:
-        if has_peers(unit):
-            taking_part = unit.ranks.groups if with_replicas else [unit.ranks.shard_group]
-            groups.update(dict.fromkeys(taking_part, unit.device))
-    return called_by_all(groups, caller)
 
 
 @torch.inference_mode(False)  # so that training can use the result

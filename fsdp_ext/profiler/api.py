@@ -31,7 +31,7 @@ from fsdp_ext.profiler.report import document_of, text_of
 from fsdp_ext.profiler.result import Recording
 from fsdp_ext.profiler.rows import Row, Summary, rows_of, summarise
 from fsdp_ext.profiler.trace import read_torch_trace, trace_of
-from fsdp_ext.sharding.root.agreement import exchange, has_peers
+from fsdp_ext.sharding.root.agreement import called_by_ranks_of, exchange, has_peers
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.sharding.root.unit import owners_of
@@ -182,8 +182,8 @@ class profile(Recording):
             This profile. Its reports now name the straggler of each collective.
 
         Raises:
-            RuntimeError: if there are no other ranks, as with a simulated transport, or if no step
-                was recorded on all ranks.
+            RuntimeError: if there are no other ranks, as with a simulated transport, if a rank does
+                not call it, or if no step was recorded on all ranks.
         """
         unit = self._root.units[0]
         if self.world_size > 1 and not has_peers(unit):
@@ -191,7 +191,8 @@ class profile(Recording):
                 "merge needs the other ranks, but a simulated transport and a fake process group "
                 "have none. Report this rank alone."
             )
-        timelines = any(exchange(unit, timelines))
+        with called_by_ranks_of([unit], "merge", with_replicas=True):
+            timelines = any(exchange(unit, timelines))
         clocks = compare_clocks(self.iterations, unit)
         mine = [one for one in self.iterations if one.number in clocks.common]
         late = lateness(mine, clocks, unit)

@@ -17,7 +17,7 @@ from fsdp_ext.planner.sizes import find_buckets, memory_of, optimizer_tensors
 from fsdp_ext.planner.times import StepCosts, predict_plan
 from fsdp_ext.planner.units import PlannedRanks, PlannedRoot, units_of_sharded
 from fsdp_ext.sharding.params.settings import Choice, Decision
-from fsdp_ext.sharding.root.agreement import together
+from fsdp_ext.sharding.root.agreement import called_by_ranks_of, together
 from fsdp_ext.sharding.root.meshes import refuse_several_meshes
 from fsdp_ext.sharding.root.root import Root, running_root
 from fsdp_ext.tuner.arguments import agreed_limit, check_arguments, check_state, units_of
@@ -95,16 +95,17 @@ def tune(
             behind gradient accumulation, or was told not to gather or reduce in each step, no
             setting fits ``memory_limit``, a number is out of range or differs between ranks, or
             the loss is not a scalar.
-        RuntimeError: if another rank raised anything else, or memory ran out while costs were
-            measured or with the setting before, or with all others while that one exceeds
-            ``memory_limit``.
+        RuntimeError: if a rank does not call it, another rank raised anything else, or memory ran
+            out while costs were measured or with the setting before, or with all others while that
+            one exceeds ``memory_limit``.
     """
     units = units_of(model)
     on_host = units[0].device.type == "cpu"
     # This comes before ranks compare arguments, because such a group may lack the collectives.
     refuse_inline(on_host and is_inline(units[0].ranks.shard_group), "tune")
     refuse_several_meshes(units, "tune")
-    with together(units[0], "tune", "its arguments"):
+    called = called_by_ranks_of(units[:1], "tune", with_replicas=True)
+    with called, together(units[0], "tune", "its arguments"):
         loss = resolve_loss(loss, "tune")
         check_arguments(memory_limit, optimizer_states, steps, verbose)
         check_state(model, units)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from support.launcher import run_ranks
 from support.refusals import (
     NO_BOOLS,
@@ -22,6 +25,7 @@ from support.refusals import (
     step,
 )
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_ext
 from fsdp_ext import Link, Simulated
@@ -169,6 +173,28 @@ def of_tools() -> list[Row]:
             tool = functools.partial(getattr(any_tool, name), other, *given)
             rows.append((TypeError, words, lambda _, tool=tool: tool()))
     return rows
+
+
+def called_by_rank_0() -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=1)), "cpu")
+    model: Any = fsdp_ext.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    with fsdp_ext.profile(model) as profiled:
+        model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    if dist.get_rank() == 0:
+        for name, call in {
+            "tune": lambda: fsdp_ext.tune(model, torch.ones(2, 8)),
+            "merge": profiled.merge,
+        }.items():
+            with pytest.raises(RuntimeError, match=rf"waited 1 s in {name} for ranks \[1\], which"):
+                call()
+    dist.barrier()
+    profiled.merge()
+
+
+def test_tools_that_only_rank_0_calls_name_the_ranks_that_have_to_call_them() -> None:
+    run_ranks(called_by_rank_0, 2, timeout=60.0)
 
 
 def refused_by_tools() -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_ext.comm.lanes import texts_if_different
+from fsdp_ext.comm.roll_call import called_by_all
 from fsdp_ext.comm.simulated import Simulated
 from fsdp_ext.sharding.root.step_checks import AllGather
 from fsdp_ext.sharding.root.unit import Unit
@@ -37,6 +38,27 @@ def has_peers(unit: Unit) -> bool:
         and dist.get_backend(ranks.shard_group) != "fake"
     )
     return is_real and ranks.world_size > 1
+
+
+def called_by_ranks_of(
+    units: Iterable[Unit], caller: str, *, with_replicas: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that begins once all ranks of the units have made the same call.
+
+    Args:
+        units: the units; none if this rank sends nothing.
+        caller: the public function, for messages.
+        with_replicas: whether all ranks of the mesh take part.
+
+    Raises:
+        RuntimeError: if a rank does not call it; the message names the rank.
+    """
+    groups: dict[dist.ProcessGroup, torch.device] = {}
+    for unit in units:
+        if has_peers(unit):
+            taking_part = unit.ranks.groups if with_replicas else [unit.ranks.shard_group]
+            groups.update(dict.fromkeys(taking_part, unit.device))
+    return called_by_all(groups, caller)
 
 
 def exchange(
