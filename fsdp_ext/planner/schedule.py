@@ -143,8 +143,8 @@ def predict(
 
     Compute waits until a stage's gradients are packed, at the latest before the next reduction is
     issued. If the gradients of both stages are many, it waits before the next stage's backward
-    (Note [gradient lifetime] in csrc/core/reduce/reducer.h). All copies of a reduction count as
-    packing.
+    (Note [gradient lifetime] in csrc/core/reduce/packed_gradients.h). All copies of a reduction
+    count as packing.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the
@@ -432,14 +432,14 @@ class _Program:
         return max(nbytes[0], 2 * nbytes[len(nbytes) // 4]) if nbytes else 0
 
     def _make_room(self, number: int) -> None:
-        """``Reducer::make_room``."""
+        """``PackedGradients::make_room``."""
         if self.packed is not None:
             both = _gradient_bytes(self.packed[0]) + _gradient_bytes(self.stages[number])
             if both > self._most_gradients:
                 self._wait_for_packing()
 
     def _wait_for_packing(self) -> None:
-        """``Reducer::free_packed_gradients``."""
+        """``PackedGradients::free``."""
         if self.packed is not None:
             self.clock.wait_for(self.packed[1])
             self.packed = None
