@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "comm/communicator.h"
 
 namespace fsdp {
 namespace {
@@ -65,10 +66,9 @@ std::string describe_difference(const char* lane, int rank, const CollectiveHist
       break;
     }
   }
-  return text +
-         ", so parameters or gradients of this step are wrong. Run the same units in the same "
-         "order on every rank, and start again from a checkpoint." +
-         list_of(rank, my_last) + list_of(other_rank, their_last);
+  return text + ", so parameters or gradients of this step are wrong. " + kRunTheSameUnits +
+         " Start again from a checkpoint." + list_of(rank, my_last) +
+         list_of(other_rank, their_last);
 }
 
 }  // namespace fsdp
