@@ -85,7 +85,7 @@ class Communicator {
 
   // Names the stream that all collectives of this communicator will run on, before the first one.
   // Without this call, a communicator says less about ranks that wait for each other.
-  virtual void serve(Stream& /*stream*/) {}
+  virtual void set_stream(Stream& /*stream*/) {}
 
   // Error messages call the following collectives `what`, which must outlive them. If the transport
   // can, it checks that all ranks have the same `tag`: Note [collective tags].

@@ -69,7 +69,7 @@ class Lane {
         registered_(communicator_->registered_memory()),
         timeout_(device.timeout()),
         stream_(device.new_stream(name)) {
-    communicator_->serve(*stream_);
+    communicator_->set_stream(*stream_);
   }
 
   Communicator& communicator() { return *communicator_; }

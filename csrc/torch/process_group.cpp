@@ -45,7 +45,7 @@ class ProcessGroupCommunicator final : public Communicator {
     }
   }
 
-  void serve(Stream& stream) override {
+  void set_stream(Stream& stream) override {
     if (published_ != nullptr) {
       static_cast<HostQueue&>(stream).publish_waits(published_->issuer.blocked);
     }

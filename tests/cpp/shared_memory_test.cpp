@@ -63,8 +63,8 @@ std::vector<std::string> run_ranks(int size, const std::function<void(Rank&)>& b
             endpoints[static_cast<std::size_t>(r)].connect(addresses, r, timeout);
         const auto gather_stream = device->new_stream("gather");
         const auto reduce_stream = device->new_stream("reduce");
-        gather->serve(*gather_stream);
-        reduce->serve(*reduce_stream);
+        gather->set_stream(*gather_stream);
+        reduce->set_stream(*reduce_stream);
         Rank rank{r, *device, *gather, *reduce, *gather_stream, *reduce_stream};
         body(rank);
       });

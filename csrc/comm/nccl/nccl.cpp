@@ -124,7 +124,7 @@ class NcclCommunicator final : public Communicator {
     return buffers_.path().registers ? &buffers_ : nullptr;
   }
 
-  void serve(Stream& stream) override { lane_stream_ = &stream; }
+  void set_stream(Stream& stream) override { lane_stream_ = &stream; }
 
   void set_flight_writer(std::function<std::string()> write) override {
     watchdog_.set_flight_writer(std::move(write));

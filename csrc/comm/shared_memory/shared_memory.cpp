@@ -80,7 +80,7 @@ class SharedMemoryCommunicator final : public Communicator {
         sources_(peers.size()),
         barrier_(mine, std::move(peers), rank, timeout) {}
 
-  void serve(Stream& stream) override {
+  void set_stream(Stream& stream) override {
     static_cast<HostQueue&>(stream).publish_waits(barrier_.blocked());
   }
 
