@@ -128,9 +128,11 @@ void RankBarrier::sleep_until_round(const Peer& peer, const futex::Word& word) {
     if (closed || ended) {
       throw_if_other_lane_failed(peer);
     }
-    FSDP_CHECK(!closed, message_prefix(), "rank ", peer.global_rank,
-               " has closed its communicator before ", *what_,
-               ". Run the same number of steps on every rank.");
+    FSDP_CHECK(
+        !closed, message_prefix(), "rank ", peer.global_rank,
+        " has closed its communicator before ", *what_,
+        ". If it raised, its last output says why. Otherwise run the same number of steps on "
+        "every rank.");
     FSDP_CHECK(!ended, message_prefix(), "rank ", peer.global_rank, " (process ", peer.process.pid,
                ") has ended before or during ", *what_, ". Its last output may say why.");
     FSDP_CHECK(!aborted_, "communication was aborted: ", async_error());
