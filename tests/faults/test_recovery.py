@@ -279,7 +279,7 @@ def test_resetting_an_iteration_drops_what_fsdp2_drops_since_torch_2_15() -> Non
 
 # - Interrupts of an optimizer's step
 
-STEP = (optim.flat_step.__file__, optim.fused_steps.__file__)
+STEP = (optim.flat_step.__file__, optim.stand_in.__file__)
 
 
 class Tracer:

@@ -23,7 +23,7 @@ import fsdp_ext
 from fsdp_ext import Link, Simulated, fully_shard
 from fsdp_ext.profiler.recording import Iteration, Span
 from fsdp_ext.sharding.params.settings import Choice
-from fsdp_ext.tuner.api import shortlist
+from fsdp_ext.tuner.candidates import shortlist
 from fsdp_ext.tuner.costs import _fit, seconds_of
 from fsdp_ext.tuner.result import Candidate, Tuning
 from fsdp_ext.tuner.trial import Trial, left_as_it_was
