@@ -84,7 +84,7 @@ class Communicator {
   int size() const { return size_; }
 
   // Names the stream that all collectives of this communicator will run on, before the first one.
-  // Without this call, a communicator says less about ranks that wait for each other.
+  // Without this call, transports of the host cannot find ranks that wait for each other.
   virtual void set_stream(Stream& /*stream*/) {}
 
   // Error messages call the following collectives `what`, which must outlive them. If the transport

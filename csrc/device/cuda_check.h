@@ -54,8 +54,8 @@ inline void check_cuda(cudaError_t result, std::string_view call) {
 
 namespace fsdp {
 
-// Makes `device` current, and restores the previous device at the end of the scope, if that one has
-// a context. A thread that has chosen no device is on GPU 0, and cudaSetDevice would make a context
+// Makes `device` current. At the end of the scope, restores the previous device if it has a
+// context. A thread that has chosen no device is on GPU 0, and cudaSetDevice would make a context
 // there, which takes hundreds of megabytes.
 class CudaDeviceGuard {
  public:

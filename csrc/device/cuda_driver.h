@@ -1,4 +1,4 @@
-// The driver's functions, which CUDA's runtime finds. Only CUDA implementations include this.
+// Finds functions of the CUDA driver through the runtime. Only CUDA implementations include this.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +6,7 @@
 
 namespace fsdp {
 
-// Returns whether the driver has the function.
+// Sets `function`. Returns false if the driver lacks it.
 template <typename Function>
 bool find_driver_function(const char* name, Function*& function) {
   constexpr unsigned kVersion = 12000;  // NCCL uses virtual memory with drivers from CUDA 12.0 on

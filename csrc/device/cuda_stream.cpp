@@ -207,7 +207,7 @@ class CudaMoments final : public Moments {
 // See Note [lasting streams].
 class StreamsOfOldLanes {
  public:
-  // Null if there is none whose work has ended.
+  // Returns an idle stream, or null.
   cudaStream_t take(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<cudaStream_t>& of_device = of_devices_[device];
@@ -247,7 +247,7 @@ class CudaStream final : public Stream {
   enum class Kind : std::uint8_t {
     Current,   // the framework's current stream at each call; it has no handle of its own
     Borrowed,  // one of the framework's streams
-    Owned,
+    OfLane,
   };
 
   CudaStream(CudaDevice& device, std::string name, Kind kind, cudaStream_t handle)
@@ -312,7 +312,7 @@ class CudaDevice final : public Device {
       FSDP_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
     }
     nvtx::name_stream(stream, ("fsdp_ext " + name).c_str());
-    return std::make_unique<CudaStream>(*this, name, CudaStream::Kind::Owned, stream);
+    return std::make_unique<CudaStream>(*this, name, CudaStream::Kind::OfLane, stream);
   }
 
   std::unique_ptr<Event> new_event() override {
@@ -424,7 +424,7 @@ class CudaDevice final : public Device {
 };
 
 CudaStream::~CudaStream() {
-  if (kind_ == Kind::Owned) {
+  if (kind_ == Kind::OfLane) {
     streams_of_old_lanes().add(device_.index(), handle_);
   }
 }

@@ -39,10 +39,10 @@ constexpr int kWarps = kThreads / kernels::kLanes;
 // At least this many blocks run on one processor. Each thread then has enough registers to spill
 // none.
 constexpr int kBlocks = 2;
-// The most multiprocessors of a cast that crosses PCIe. Its blocks stay for as long as the transfer
-// takes, and compute, whose streams have a lower priority, cannot use their multiprocessors. Eight
-// have at least 256 KiB in flight, and PCIe 5.0 needs about 128 KiB (64 GB/s for 2 us). It was not
-// measured.
+// The most multiprocessors of a cast that crosses PCIe. Its blocks occupy their multiprocessors for
+// the whole transfer, and keep compute, whose streams have a lower priority, off them. Eight have
+// at least 256 KiB in flight, and PCIe 5.0 needs about 128 KiB (64 GB/s for 2 us). The eight are an
+// estimate, and not measured.
 constexpr int kPcieProcessors = 8;
 constexpr int kAddresses = 480;
 constexpr int kModes = 3968;

@@ -73,8 +73,9 @@ class TorchRoot : public std::enable_shared_from_this<TorchRoot> {
 
   // Whether this is a forward that activation checkpointing runs again inside backward.
   bool is_recomputing() const;
-  // The same when forward enters the unit. Begins the backward if no hook has: a part of a backward
-  // that begins inside a unit, as with zero-bubble pipelining, may run it again first.
+  // Like is_recomputing, when forward enters `unit`. A backward that begins inside the unit, as
+  // with zero-bubble pipelining, may recompute the unit before any hook has run. Then this begins
+  // the backward.
   bool enter_recomputation(const TorchUnit& unit);
   // Whether the caller runs in a backward inside the root's, such as that of a region of reentrant
   // checkpointing. Call it while the root's backward runs.

@@ -23,7 +23,7 @@
 namespace fsdp {
 namespace {
 
-// Ranks that wait for each other notice it after two or three of these intervals.
+// Over gloo, ranks that wait for each other notice it after two or three of these intervals.
 constexpr std::chrono::milliseconds kDeadlockInterval{500};
 
 // Waits until all ranks have made this call. A call of the store does not return while the network
@@ -262,8 +262,8 @@ std::shared_ptr<Lanes> make_nccl_lanes(const nccl::Api& api, int device_index,
   std::unique_ptr<Packer> packer = make_cuda_packer(*device, pack_multiprocessors);
   options.driver = cuda_driver_version();
   if (options.size > 1 && store != nullptr) {
-    options.deadlocks = std::make_shared<DeadlockThread>(/*board=*/nullptr, /*lanes=*/nullptr,
-                                                         members.global_rank, kDeadlockInterval);
+    options.other_lane = std::make_shared<DeadlockThread>(/*board=*/nullptr, /*lanes=*/nullptr,
+                                                          members.global_rank, kDeadlockInterval);
     options.meet = [store, ranks = options.size](const std::string& name, const auto& given_up) {
       meet_at(store, "fsdp_ext/meetings/" + name, ranks, given_up);
     };

@@ -99,14 +99,13 @@ def check_groups(weights: Mapping[str, Weight], ranks: Ranks) -> None:
                 )
 
 
-def checksums_by_mesh(weights: Mapping[str, Weight], ranks: Ranks) -> dict[str, list[str]]:
-    """Return what ranks of other meshes need, to see whether they have the same weights.
+def checksums_of_partial_meshes(
+    weights: Mapping[str, Weight], ranks: Ranks
+) -> dict[str, list[str]]:
+    """Return the position and checksum of this rank's part of each weight whose mesh lacks ranks.
 
-    These are the weights whose mesh does not have all of ``ranks``: parameters that tensor
-    parallelism leaves whole, and by mistake, different experts of one name.
-
-    Returns:
-        the place of this rank's part of each, and its checksum.
+    Ranks compare them. Such weights are parameters that tensor parallelism leaves whole and, by
+    mistake, different experts of one name.
     """
     found = {}
     sharded = {name: each for name, each in weights.items() if isinstance(each.tensor, DTensor)}

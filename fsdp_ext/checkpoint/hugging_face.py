@@ -30,13 +30,13 @@ from fsdp_ext.checkpoint.directory import make
 from fsdp_ext.checkpoint.gathering import (
     Piece,
     check_groups,
-    checksums_by_mesh,
+    checksums_of_partial_meshes,
     cut,
     has_all_ranks,
     own_pieces,
 )
 from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.saving import different
+from fsdp_ext.checkpoint.saving import message_of_difference
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
 from fsdp_ext.checkpoint.weights import Weight, places_in, weights_by_unit
@@ -82,8 +82,8 @@ def export(
         RuntimeError: if another rank failed, and as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
         ValueError: if ``max_shard_size`` is no size, the model has no weights, ranks differ in what
-            they export, such as pipeline stages, or the process group lacks ranks that have some of
-            the weights.
+            they export, such as pipeline stages, or have different tensors of one name, or the
+            process group lacks ranks that have some of the weights.
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
@@ -239,9 +239,11 @@ def _check_equal(weights: dict[str, Weight], ranks: Ranks) -> None:
                     return name, ranks.members[other], ranks.members[rank]
         return None
 
-    differs = ranks.agree_on("export", lambda: checksums_by_mesh(weights, ranks), first_difference)
+    differs = ranks.agree_on(
+        "export", lambda: checksums_of_partial_meshes(weights, ranks), first_difference
+    )
     if differs is not None:
-        raise ValueError(different(*differs))
+        raise ValueError(message_of_difference(*differs))
 
 
 # - Writing

@@ -3,8 +3,8 @@
 # Note [messages of agreements]
 # Each rank other than 0 writes its message under a key of its own. Rank 0 takes the messages, and
 # answers each under a key that has the message's number. A rank that gives up replaces its message
-# by null, and rank 0 knows which messages it has taken. So what is left of an agreement that some
-# ranks did not join, or gave up, is never mistaken for a part of a later one.
+# by null, and rank 0 knows which messages it has taken. So stale messages of an abandoned agreement
+# are never taken for those of a later agreement.
 
 from __future__ import annotations
 

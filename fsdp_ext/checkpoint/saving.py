@@ -103,11 +103,11 @@ def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]
                 parts = known.setdefault((kind, tensor), {})
                 first, other = next(iter(parts.values()), (part, rank))
                 if (first.whole, first.dtype) != (part.whole, part.dtype):
-                    raise ValueError(different(tensor, other, rank))
+                    raise ValueError(message_of_difference(tensor, other, rank))
                 first, other = parts.setdefault((part.offset, part.shape), (part, rank))
                 is_whole = tensor in whole[rank] and tensor in whole[other]
                 if first.checksums != part.checksums and not is_whole:
-                    raise ValueError(different(tensor, other, rank))
+                    raise ValueError(message_of_difference(tensor, other, rank))
     count = 0
     for (_, tensor), parts in known.items():
         found = sum(math.prod(part.shape) for part, _ in parts.values())
@@ -118,7 +118,7 @@ def _count_once(folder: Path, files: list[dict[str, Any]], whole: list[set[str]]
     return count
 
 
-def different(name: str, rank: int, other: int) -> str:
+def message_of_difference(name: str, rank: int, other: int) -> str:
     """Return the error for ranks that have different tensors of one name."""
     return (
         f"ranks {rank} and {other} have different tensors of one name, '{name}', such as experts "

@@ -58,7 +58,7 @@ def called_by_all(groups: Mapping[dist.ProcessGroup, torch.device], caller: str)
 
     Raises:
         RuntimeError: if a rank makes another call, has ended, or does not come within the longest
-            timeout of the groups. The message names it. Also if the store does not answer.
+            timeout of the groups, which the message names, or if the store does not answer.
     """
     if _is_called.get() or not groups:
         yield

@@ -43,11 +43,11 @@ class StoreCalls:
         self._has_failed = False
 
     def note_answer(self) -> None:
-        """Note in a function that calls the store more than once that it still answers."""
+        """Restart the timeout, between two requests of one call of ``ask``."""
         self._answered = time.monotonic()
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return what ``call`` returns, which calls the store, on another thread.
+        """Run ``call``, which uses the store, on another thread, and return its result.
 
         Raises:
             RuntimeError: if the store does not answer, or its process has ended.

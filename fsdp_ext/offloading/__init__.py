@@ -1,5 +1,5 @@
 """``offload_optimizer``: only the optimizer's states in the host's memory.
 
-It may import ``sharding`` and ``_util``. Start reading with ``api.py``, then ``states.py`` (Note
-[offloaded states]).
+It may import ``optim``, ``sharding`` and ``_util``. Start reading with ``api.py``, then
+``states.py`` (Note [offloaded states]).
 """

@@ -17,7 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.optim.norms import (
     NormRanks,
-    have_roots,
+    are_norm_ranks_final,
     multiply,
     norm_dtype,
     norms_of,
@@ -231,6 +231,6 @@ def _gradients_of(params: list[Any]) -> _Gradients:
     known, _ = _known.get(first, (None, []))
     if known is None or not known.are_of(params):
         known = _Gradients(params)
-        if known.units and have_roots(known.units):
+        if known.units and are_norm_ranks_final(known.units):
             _known[first] = known, [weakref.ref(unit, _forget) for unit in known.units]
     return known

@@ -29,7 +29,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.norms import (
     NormRanks,
-    have_roots,
+    are_norm_ranks_final,
     multiply,
     norm_dtype,
     norms_of,
@@ -185,7 +185,7 @@ class ClippingByLastStep(InBackward):
         super().__init__(settings, limits.norm_type)
         self._limits = limits
         self._params: list[Any] = []
-        self._are_final = False
+        self._ranks_are_final = False
         self._known_ranks: dict[Any, NormRanks] = {}
         self.note(params)
         self._scale = torch.ones((), dtype=self._dtype)
@@ -205,7 +205,9 @@ class ClippingByLastStep(InBackward):
         if not self._known_ranks:
             owners = owners_of(units_alive())
             self._known_ranks = {p: NormRanks.of(p, owners, _CALLER) for p in self._params}
-            self._are_final = have_roots(owners[p] for p in self._params if p in owners)
+            self._ranks_are_final = are_norm_ranks_final(
+                owners[p] for p in self._params if p in owners
+            )
         return self._known_ranks
 
     @property
@@ -218,7 +220,7 @@ class ClippingByLastStep(InBackward):
     def _begin_step(self) -> None:
         self._norms: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
         self._clipped: set[Hashable] = set()
-        if not self._are_final:
+        if not self._ranks_are_final:
             self._known_ranks = {}
 
     @torch.no_grad()

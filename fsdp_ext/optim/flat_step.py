@@ -2,9 +2,9 @@
 
 Note [flat steps]
 PyTorch's code for a step loops over the parameters of each group. Here it steps a stand-in (Note
-[stand-ins] in optim/fused_steps.py), whose groups have runs in place of the parameters in them:
-Note [flat runs] in optim/flat_runs.py. So all arithmetic, options and checks are PyTorch's own, and
-the optimizer's groups and ``state`` always have the sharded parameters. A parameter's states are
+[stand-ins] in optim/stand_in.py), whose groups have runs in place of the parameters in them: Note
+[flat runs] in optim/flat_runs.py. So all arithmetic, options and checks are PyTorch's own, and the
+optimizer's groups and ``state`` always have the sharded parameters. A parameter's states are
 DTensors over its part of the run's states. Scalars, such as Adam's count of steps, are equal for
 all parameters of a run, and each parameter has a copy.
 
@@ -32,7 +32,8 @@ from fsdp_ext import _C
 from fsdp_ext.optim.attached import agree_to_attach, units_to_attach
 from fsdp_ext.optim.clip_in_backward import InBackward, Safeguards
 from fsdp_ext.optim.flat_runs import FlatRun, FlatRuns
-from fsdp_ext.optim.fused_steps import FusedSteps, asks_for_fused, stand_in_of
+from fsdp_ext.optim.fused_steps import FusedSteps, asks_for_fused
+from fsdp_ext.optim.stand_in import stand_in_of
 from fsdp_ext.optim.state_entries import StateEntries, local_of, over
 from fsdp_ext.sharding.params.settings import UnitUpdate
 from fsdp_ext.sharding.root.setting_changes import change
@@ -218,8 +219,8 @@ class FlatStep(FusedSteps):
         """The norm of the last step's gradients before clipping.
 
         It is None unless ``attach`` got ``max_norm`` or ``skip_nonfinite``. With
-        ``clip_by="last_step"``, gradients that ``step()`` steps count, too. Otherwise, plain
-        experts on a mesh of their own count on the ranks of this mesh alone.
+        ``clip_by="last_step"``, gradients that ``step()`` steps count, too. Otherwise, the norm of
+        plain experts on a mesh of their own covers only that mesh's ranks.
         """
         clipping: InBackward | None = vars(self).get("_clipping")
         return None if clipping is None else clipping.norm

@@ -33,10 +33,10 @@ def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class NormRanks:
-    """The ranks over which a parameter's gradient is sharded.
+    """The ranks over which a gradient's norm is reduced.
 
-    If a plain parameter's unit has another mesh than the root, the root's ranks have different
-    parameters of its name, such as experts, so the norm is that of all of them.
+    Plain experts on a mesh of their own differ between the root's ranks, so their norm is reduced
+    over the root's shard group.
     """
 
     # One for each dimension of a mesh that shards; none if each rank has it whole.
@@ -48,7 +48,9 @@ class NormRanks:
         unit = owners.get(param)
         if isinstance(param, DTensor):
             mesh = param.device_mesh
-            groups = _around(param, unit) or tuple(map(mesh.get_group, sharded_dims(param)))
+            groups = _groups_of_plain_experts(param, unit) or tuple(
+                map(mesh.get_group, sharded_dims(param))
+            )
             device = device_of(mesh.device_type, param) if unit is None else unit.device
             return cls(groups, device)
         if is_flat(param):
@@ -61,12 +63,12 @@ class NormRanks:
         return cls((), param.device)
 
 
-def have_roots(units: Iterable[Unit]) -> bool:
+def are_norm_ranks_final(units: Iterable[Unit]) -> bool:
     """Return whether the :class:`NormRanks` of the units' parameters stay as they are."""
     return all(unit.root is not None and not unit.root.is_provisional for unit in units)
 
 
-def _around(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
+def _groups_of_plain_experts(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
     """Return the root's shard group if it has different parameters of one name; else nothing."""
     root = None if unit is None else unit.root
     if unit is None or root is None or root.meshes[root.number(unit)] == 0:

@@ -81,8 +81,8 @@ class PredictedSpan:
 
     ``lane`` is "compute", "gather", "reduce" or, with replicas, "all-reduce". Each stage has a span
     on "compute" in forward and, if it has a backward, one in backward. An update adds one, on
-    "compute" or on the lane of the reduction. A reduction has two spans on "reduce": the copies and
-    the wire. With replicas it has one for each message in place of the second.
+    "compute" or on the lane of the reduction. A reduction has two on "reduce", for its copies and
+    for the wire, or with replicas one for each message. Spans of no length are left out.
     """
 
     lane: str
@@ -142,9 +142,9 @@ def predict(
     in order. The step ends when compute and all reductions have ended.
 
     Compute waits until a stage's gradients are packed, at the latest before the next reduction is
-    issued. If the gradients of both stages are many, it waits before the next stage's backward
-    (Note [gradient lifetime] in csrc/core/reduce/packed_gradients.h). All copies of a reduction
-    count as packing.
+    issued. If the gradients of both stages exceed ReduceMemory::most_gradients together, it waits
+    before the next stage's backward (Note [gradient lifetime] in
+    csrc/core/reduce/packed_gradients.h). All copies of a reduction count as packing.
 
     While k of the lanes work, they take the share k * contention from compute. Compute then
     runs at the rate max(0, 1 - k * contention). If k * contention exceeds 1, each lane runs at the

@@ -50,10 +50,9 @@ def verify(
     gradients of N ranks may differ by ``(N - 1) eps_reduce + 2 eps_grad`` times the sum of the
     ranks' magnitudes, which bounds two sums of different order. If that exceeds half of a rank's
     average part, as in bfloat16 on 9 ranks (8 with gradients in bfloat16), gradients are not tried,
-    and the result says so.
-    Then the same is tried with released slots filled with NaN and streams that pause, with a unit
-    that half of the ranks do not use, with two forwards before a backward, and twice, to compare
-    two runs.
+    and the result says so. Then the same is tried with released slots filled with NaN and streams
+    that pause, with a unit that every second rank, or a single rank, does not use, with two
+    forwards before a backward, and twice, to compare two runs.
 
     All ranks call this together. Without a process group, this process is the only rank, which has
     nothing to shard or to sum.
@@ -87,7 +86,8 @@ def verify(
         TypeError: if an argument has a wrong type, or the loss is not a tensor.
         ValueError: if the model is sharded already, has parameters on meta, or cannot be copied,
             or another argument cannot be used, or ranks have different parameters, or the loss or a
-            gradient is NaN or infinite without sharding.
+            gradient is NaN or infinite without sharding, or the model is not on the CPU and there
+            is no process group.
         Exception: any error of the unsharded model.
     """
     arguments.check_model(model)

@@ -116,7 +116,7 @@ def disturbed(site: Site) -> Comparison:
 
 
 def unused(site: Site) -> Comparison:
-    """Cut a unit off the loss, on every second rank."""
+    """Cut a unit off the loss, on every second rank; a single rank cuts it off."""
     prepare = _cutting(_cuttable_unit(site))
     if dist.get_rank() % 2 == 0 and dist.get_world_size() > 1:
         prepare = no_preparation

@@ -211,11 +211,11 @@ TEST_F(NcclRanks, SayHowToGoOnIfRegistrationFailsOnOneRankAlone) {
   const auto messages = run_ranks(
       2, [](Rank rank) { rank.gather.allocate(rank.device, 4096, BufferUse::Output); },
       milliseconds(300));
-  const std::string what =
-      "of 2 waited 300 ms for the registration of a buffer (to go without, set "
-      "FSDP_EXT_NCCL_REGISTER=0 on all ranks)";
-  EXPECT_SAYS(messages[0], what + ", in which NCCL failed (internal error: what NCCL says). ");
-  EXPECT_SAYS(messages[1], what + ". ");
+  const std::string what = "of 2 waited 300 ms for the registration of a buffer";
+  const std::string advice = " (FSDP_EXT_NCCL_REGISTER=0 on all ranks avoids it). ";
+  EXPECT_SAYS(messages[0],
+              what + ", in which NCCL failed with: internal error: what NCCL says" + advice);
+  EXPECT_SAYS(messages[1], what + advice);
 }
 
 TEST_F(NcclRanks, UseTheDevicesMemoryWithoutRegistration) {

@@ -202,10 +202,18 @@ TEST_F(NcclPaths, AreRefusedWhereVariablesLetKernelsRunTooEarly) {
   }
   EXPECT_EQ(refused_with("NCCL_SYM_NOWIN_ENABLE", "0", 22907), kNothingThrown);
   EXPECT_EQ(refused_with("NCCL_SYM_KERNEL", "ReduceScatter_LD", 22907), kNothingThrown);
-  for (const int version : {22809, 23206}) {  // Note [blocking communicators]
-    EXPECT_SAYS(refused_with("NCCL_COMM_BLOCKING", "0", version),
-                "NCCL_COMM_BLOCKING='0' lets NCCL return from a call before it is done");
-    EXPECT_EQ(refused_with("NCCL_COMM_BLOCKING", "1", version), kNothingThrown);
+}
+
+// See Note [blocking communicators].
+TEST_F(NcclPaths, AreRefusedWhereAVariableMakesCommunicatorsNonBlocking) {
+  for (const auto& [value, message] : std::vector<std::pair<const char*, std::string>>{
+           {"0", "NCCL_COMM_BLOCKING='0' makes all NCCL communicators non-blocking"},
+           {"1", kNothingThrown}}) {
+    for (const int version : {22809, 23206}) {
+      setenv("NCCL_COMM_BLOCKING", value, 1);
+      EXPECT_SAYS(refusal(version, kUndefined), message);
+      unsetenv("NCCL_COMM_BLOCKING");
+    }
   }
 }
 

@@ -130,7 +130,7 @@ class NcclRanks : public ::testing::Test {
   }
 
   std::function<std::string(const std::string&)> ask_others_;  // NcclOptions::ask_others
-  bool ends_both_lanes_ = false;                               // by NcclOptions::deadlocks
+  bool ends_both_lanes_ = false;                               // by NcclOptions::other_lane
   int driver_ = 13000;
 
   // Runs `body` on a thread per rank and returns the message of each.
@@ -150,7 +150,7 @@ class NcclRanks : public ::testing::Test {
           NcclOptions options{r, size, timeout, register_buffers, gathers, reductions};
           options.ask_others = ask_others_;
           if (ends_both_lanes_) {
-            options.deadlocks =
+            options.other_lane =
                 std::make_shared<DeadlockThread>(nullptr, nullptr, r, milliseconds(1));
           }
           options.nodes = fake().nodes;

@@ -1,4 +1,4 @@
-// What ranks tell each other at the end of backward: parameters that only some of them used, and
+// What ranks compare: at the end of backward, parameters that only some of them used, and
 // collectives that differ.
 #include "core/agree/rank_exchange.h"
 

@@ -433,14 +433,14 @@ def test_values_of_all_ranks_are_read_by_as_many_requests_whatever_the_number_of
 
 
 class _Broken:
-    """A store whose calls do not return before `hangs` is set, and then raise torch's error."""
+    """A store whose calls do not return before `released` is set, and then raise torch's error."""
 
     def __init__(self) -> None:
-        self.hangs = threading.Event()
+        self.released = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any) -> None:
-            self.hangs.wait()
+            self.released.wait()
             raise dist.DistNetworkError("Broken pipe")
 
         return call
@@ -460,7 +460,7 @@ def _errors_of_a_broken_store() -> list[str]:
         with meeting, pytest.raises(RuntimeError) as of_roll_call:
             roll_call.call_roll({group: torch.device("cpu")}, "a call")
         messages += [str(of_ranks.value), str(of_roll_call.value)]
-        broken.hangs.set()
+        broken.released.set()
     return messages
 
 

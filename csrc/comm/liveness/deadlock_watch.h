@@ -52,8 +52,8 @@ class DeadlockWatch {
                 int global_rank)
       : board_(std::move(board)), lanes_(std::move(lanes)), global_rank_(global_rank) {}
 
-  // Returns why the lanes can never go on, or nothing. Call it at intervals. Without lanes, which
-  // may be null, it finds nothing, and needs no board.
+  // Returns why the lanes can never go on, or nothing. Call it at intervals. `lanes` and `board`
+  // may both be null. Then it returns nothing.
   std::string look();
   // Tells ranks that are stuck that this rank has given up.
   void tell(const std::string& reason);

@@ -110,8 +110,8 @@ class NcclCommunicator final : public Communicator {
 
   // The owner has synchronised the stream.
   ~NcclCommunicator() override {
-    if (options_.deadlocks != nullptr) {
-      options_.deadlocks->stop();  // it reports to this object
+    if (options_.other_lane != nullptr) {
+      options_.other_lane->stop();  // it reports to this object
     }
     buffers_.close();
     watchdog_.stop();
@@ -336,8 +336,8 @@ std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> make_ncc
   };
   std::unique_ptr<NcclCommunicator> gather = make(joined.gather, gathers, "gather");
   std::unique_ptr<NcclCommunicator> reduce = make(joined.reduce, reductions, "reduce");
-  if (options.deadlocks != nullptr) {
-    options.deadlocks->start([a = gather.get(), b = reduce.get()](const std::string& reason) {
+  if (options.other_lane != nullptr) {
+    options.other_lane->start([a = gather.get(), b = reduce.get()](const std::string& reason) {
       a->abort(reason);
       b->abort(reason);
     });

@@ -25,8 +25,8 @@ struct NcclOptions {
   int nodes = 1;   // of the ranks, as NCCL tells nodes apart
   int driver = 0;  // the newest CUDA version of this rank's driver: 12050 is 12.5
 
-  // Ends the other lane once one has failed; it watches no lanes. Null: the other lane times out.
-  std::shared_ptr<DeadlockThread> deadlocks = nullptr;
+  // Ends the other lane once one has failed. Null: the other lane times out.
+  std::shared_ptr<DeadlockThread> other_lane = nullptr;
 
   // Waits on the host until all ranks have passed this name, or until `given_up` returns true. No
   // two meetings have the same name. Null: ranks do not wait for each other.
@@ -39,7 +39,7 @@ struct NcclOptions {
 };
 
 // Returns the communicators of the gather lane and of the reduce lane. All ranks call it at the
-// same time, with the unique id that one of them made. It starts options.deadlocks, if set.
+// same time, with the unique id that one of them made. It starts options.other_lane, if set.
 //
 // Throws TimeoutError if not all ranks join within the timeout, and Error with NCCL's text if NCCL
 // fails, or if a setting is not safe in its version.

@@ -13,8 +13,8 @@ namespace {
 
 const std::string kAgreement = "the agreement on buffers";
 const std::string kAllocation = "the allocation of a buffer";
-const std::string kRegistration =
-    "the registration of a buffer (to go without, set FSDP_EXT_NCCL_REGISTER=0 on all ranks)";
+const std::string kRegistration = "the registration of a buffer";
+const std::string kHowToAvoidIt = " (FSDP_EXT_NCCL_REGISTER=0 on all ranks avoids it)";
 const std::string kDeregistration = "the deregistration of a buffer";
 const std::string kUnused = "the exchange of unused buffers";
 
@@ -262,10 +262,11 @@ void NcclBuffers::close() {
 // That rank's error says why NCCL failed.
 bool NcclBuffers::register_buffer(Buffer& buffer) {
   const nccl::Result result = register_with_nccl(buffer);
-  const std::string what = result == nccl::kSuccess
-                               ? kRegistration
-                               : detail::concat(kRegistration, ", in which NCCL failed (",
-                                                api_.describe(comm_, result), ")");
+  std::string what = kRegistration;
+  if (result != nccl::kSuccess) {
+    what += detail::concat(", in which NCCL failed with: ", api_.describe(comm_, result));
+  }
+  what += kHowToAvoidIt;
   registered_ += buffer.is_registered() ? 1 : 0;
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -286,7 +287,7 @@ bool NcclBuffers::register_buffer(Buffer& buffer) {
 // NCCL from 2.29 on makes no windows where it has no symmetric memory. All ranks learn it alike,
 // and register this buffer and later ones as before 2.30.7.
 nccl::Result NcclBuffers::register_with_nccl(Buffer& buffer) {
-  const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration);
+  const NcclWatchdog::BlockingCall blocking(watchdog_, kRegistration + kHowToAvoidIt);
   if (buffer.is_symmetric) {
     const nccl::Result result = register_window(buffer);
     if (result != nccl::kSuccess || buffer.window != nullptr) {

@@ -5,8 +5,8 @@
 // hang. But a non-blocking communicator launches each collective from a new thread (NCCL 2.28,
 // src/group.cc, ncclGroupEndInternal), which takes longer than all the rest of a launch. So that
 // communicator only joins the ranks. The two communicators of the lanes are split off it as
-// blocking ones, and it is destroyed. NCCL_COMM_BLOCKING=0 is refused, since it would make these
-// non-blocking, too. A call on a blocking communicator may block, e.g. the first
+// blocking ones, and it is destroyed. NCCL_COMM_BLOCKING=0 is refused, because it would make the
+// lanes' communicators non-blocking. A call on a blocking communicator may block, e.g. the first
 // collective, which makes connections. The watchdog aborts a call that blocks too long
 // (Note [watchdog]).
 #pragma once

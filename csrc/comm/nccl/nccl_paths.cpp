@@ -49,10 +49,11 @@ void check_environment(const nccl::Api& api, const NcclOptions& options) {
     return std::string(text != nullptr ? text : "");
   };
   const std::string blocking = value_of("NCCL_COMM_BLOCKING");
-  FSDP_CHECK(blocking.empty() || std::strtoll(blocking.c_str(), nullptr, 0) != 0,
-             "NCCL_COMM_BLOCKING='", blocking,
-             "' lets NCCL return from a call before it is done, for which fsdp_ext does not wait. "
-             "Unset it. TORCH_NCCL_USE_COMM_NONBLOCKING=1 does the same for PyTorch alone.");
+  FSDP_CHECK(
+      blocking.empty() || std::strtoll(blocking.c_str(), nullptr, 0) != 0, "NCCL_COMM_BLOCKING='",
+      blocking,
+      "' makes all NCCL communicators non-blocking, which fsdp_ext does not support. Unset it. "
+      "For PyTorch's communicators alone, set TORCH_NCCL_USE_COMM_NONBLOCKING=1.");
   if (options.size == 1 || api.version < kFirstThatCopiesPlainInputs ||
       api.has_safe_symmetric_kernels()) {
     return;

@@ -103,8 +103,8 @@ bool NcclWatchdog::fail(const std::string& reason) {
     error_ = reason;
     failed_ = true;
   }
-  if (options_.deadlocks != nullptr) {
-    options_.deadlocks->fail(reason);
+  if (options_.other_lane != nullptr) {
+    options_.other_lane->fail(reason);
   }
   return true;
 }
@@ -180,7 +180,7 @@ void NcclWatchdog::run() {
         lock.unlock();
         const std::string reason =
             with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
-        // Hosts that do not ask learn it from here.
+        // The host may never call check(), so print the reason.
         std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
         abort(reason);
         lock.lock();

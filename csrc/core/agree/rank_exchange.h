@@ -1,4 +1,4 @@
-// Small messages in which all ranks tell each other what they compare. At the end of a backward
+// Exchanges small messages among all ranks, to compare them. At the end of a backward
 // that reduced gradients, one message says which parameters each rank used and which collectives it
 // has issued. The gather lane is idle then, so the message overlaps the last reduction. Other
 // comparisons use `all_gather`.

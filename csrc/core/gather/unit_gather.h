@@ -13,13 +13,13 @@
 // steps the modules need the sharded parameters. So a forward without gradients reshards all units,
 // even those that stay unsharded if a backward follows. If the user asked for
 // reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
-// users see its sharded parameters. A shard group of one rank keeps nothing: it would only save a
-// cast, and would miss writes that leave no version. After an exception every unit is put away. A
-// unit that the user has unsharded with unshard() stays as it is.
-// Replays of a CUDA graph write slots and change shards without a new version. So a forward that is
-// captured, and each forward after it, gathers all units anew.
-// A backward with create_graph=True also puts its units away: a second backward may read their
-// slots. The next forward gathers them anew, because shards may change without a new version.
+// users see its sharded parameters. A shard group of one rank keeps no slot, which would only save
+// a cast, and would hide writes that do not change the version. After an exception every unit is
+// put away. A unit that the user has unsharded with unshard() stays as it is. Replays of a CUDA
+// graph write slots and change shards without a new version. So a forward that is captured, and
+// each forward after it, gathers all units anew. A backward with create_graph=True also puts its
+// units away: a second backward may read their slots. The next forward gathers them anew, because
+// shards may change without a new version.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class UnitGather {
   const Slot* slot() const { return slot_; }  // of the bucket, while this unit uses it
 
   // Both are for unsharded units: Note [after an evaluation].
-  void set_held(bool by_user) { is_held_ = by_user; }
+  void set_held_by_user(bool by_user) { is_held_ = by_user; }
   void put_away(UnitPort& port, bool by_backward = false) {
     if (is_unsharded() && !is_put_away() && !is_held_) {
       put_away_ = by_backward ? PutAway::ByBackward : PutAway::BetweenSteps;

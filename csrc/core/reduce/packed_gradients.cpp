@@ -41,7 +41,7 @@ void PackedGradients::collect(Bucket& bucket, const std::vector<Unit*>& units) {
 
 void PackedGradients::make_room(const Bucket& bucket) {
   if (!packed_.empty() &&
-      packed_.front().bucket->buffers.gradients + bucket.buffers.gradients > most_bytes_) {
+      packed_.front().bucket->buffers.gradients + bucket.buffers.gradients > limit_bytes_) {
     free();
   }
 }

@@ -33,7 +33,7 @@ class PackedGradients {
   PackedGradients(Device& device, LaneStreams& streams, Ledger& ledger)
       : device_(device), streams_(streams), ledger_(ledger) {}
 
-  void set_most(std::size_t bytes) { most_bytes_ = bytes; }
+  void set_limit(std::size_t bytes) { limit_bytes_ = bytes; }
 
   // A gradient of the bucket has arrived on the compute stream.
   void note_arrival(Bucket& bucket);
@@ -62,7 +62,7 @@ class PackedGradients {
   LaneStreams& streams_;
   Ledger& ledger_;
   std::vector<Packed> packed_;  // of one bucket, whose event tells when all of them are packed
-  std::size_t most_bytes_ = 0;
+  std::size_t limit_bytes_ = 0;
 };
 
 }  // namespace fsdp

@@ -224,7 +224,8 @@ void* Reducer::reduce_piece(const Reduction& reduction, std::size_t number) {
   }
   pack(bucket, reduction.units, number, input, bucket.reduction.accumulated_.any());
   if (number + 1 == bucket.reduction.pieces_.size()) {
-    reduction.before.record(*bucket.reduction.packed_);  // the message may use this stream, too
+    // Before the message, which may run on the same stream.
+    reduction.before.record(*bucket.reduction.packed_);
   }
   void* const reduced = sum(reduction, number, input);
   const bool has_hook = reduction.units.front()->reduce_hook != nullptr;

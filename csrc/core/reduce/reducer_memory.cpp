@@ -32,7 +32,7 @@ void Reducer::plan_memory(const std::vector<std::unique_ptr<Bucket>>& buckets) {
   memory.output_bytes = lane_.most(memory.output_bytes, may_differ);
   streams_.set_any_in_pieces(memory.any_in_pieces);
   packs_ahead_ = memory.packs_ahead;
-  packed_gradients_.set_most(memory.most_gradients);
+  packed_gradients_.set_limit(memory.most_gradients);
   if (packs_ahead_) {
     lane_.make_copy_streams();
   }

@@ -33,7 +33,7 @@ void BackwardSchedule::fail(const Error& error) { throw_and_abort(error, lanes_,
 void BackwardSchedule::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
-  backward_goes_on_ = graph.is_kept;
+  graph_is_kept_ = graph.is_kept;
   // Backward takes steps of units that it may not reach, if unused parameters are reduced.
   for (const auto& unit : units_.all()) {
     backward_order_.set_expected(unit->number, unit->reduces_unused && unit->gradients.count() > 0);
@@ -111,7 +111,7 @@ void BackwardSchedule::take(const BackwardStep& step) {
       if (backward_accumulates_) {
         unit.gradients.reach(unit.requires_gradient_sync);
         forward_order_.note_reached(step.call, /*is_left_out=*/false);
-      } else if (backward_goes_on_ && unit.gradients.trains() && !shows_unsharded(unit)) {
+      } else if (graph_is_kept_ && unit.gradients.trains() && !shows_unsharded(unit)) {
         forward_order_.note_reached(step.call, /*is_left_out=*/true);
       }
       gather_in_backward(unit);

@@ -105,7 +105,7 @@ class BackwardSchedule {
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
   bool backward_accumulates_ = true;
-  bool backward_goes_on_ = false;  // over the same graph, in a later one
+  bool graph_is_kept_ = false;  // another backward may run over this graph
 };
 
 }  // namespace fsdp

@@ -26,7 +26,7 @@ struct ForwardCall {
   bool with_gradient = false;  // autograd recorded it
   bool is_expected = false;    // in backward, even if the graph does not contain its output
   bool is_included = false;    // used within BackwardOrder::begin
-  // Backward has reached it for chosen tensors only, when its unit was sharded, and will go on.
+  // A backward with inputs= and a kept graph reached this call while its unit was sharded.
   bool is_left_out = false;
 };
 
@@ -57,16 +57,16 @@ class ForwardOrder {
   void leave(CallId call, bool with_gradient);
   // Backward takes the call's steps even if the graph does not contain its output.
   void expect(CallId call);
-  // Sets is_left_out of a call whose output backward has reached.
+  // Backward has reached the call's output. Sets its is_left_out.
   void note_reached(CallId call, bool is_left_out);
-  // Returns a unit with such a call, or kNoUnit, and forgets which calls were left out.
+  // Returns a unit that has a left-out call, or kNoUnit, and clears is_left_out of all calls.
   int take_left_out();
   // Forgets the iteration that runs, after an exception.
   void reset();
 
   // The forwards whose backward may come, in their order.
   std::vector<ForwardPass>& passes() { return passes_; }
-  // Whether one of them has a call of the unit that autograd recorded.
+  // Whether one of these forwards has a call of the unit that autograd recorded.
   bool awaits_backward_of(int unit) const;
   // All calls with a smaller id are forgotten.
   CallId first_call() const { return passes_.empty() ? next_call_ : passes_.front().first; }

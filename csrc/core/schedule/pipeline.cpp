@@ -258,7 +258,7 @@ void Pipeline::wait_for_unshard(int number) try {
 // See Note [after an evaluation].
 void Pipeline::note_holder(Unit& unit) {
   if (unit.gather.is_unsharded()) {
-    unit.gather.set_held(/*by_user=*/passes_.is_between());
+    unit.gather.set_held_by_user(passes_.is_between());
   }
 }
 

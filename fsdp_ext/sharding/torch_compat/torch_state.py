@@ -89,14 +89,14 @@ class View:
         found = getattr(type(self), name, None)
         if not isinstance(found, property) or found.fset is None:
             raise AttributeError(
-                f"'{name}' was set on a view of fsdp_ext's, which has no effect and is forgotten. "
+                f"'{name}' was set on a view of fsdp_ext's. Views keep no attributes. "
                 "Use the module's methods, or set it on an object of your own."
             )
         super().__setattr__(name, value)
 
 
 class _StateView(View):
-    """A view that is read-only, except for what PyTorch's share_comm_ctx sets."""
+    """A view with FSDP2's communication context, which share_comm_ctx may set."""
 
     @property
     def _comm_ctx(self) -> object:

@@ -48,7 +48,7 @@ void set_limits(cudaDeviceProp& properties) {
 }  // namespace
 
 // Functions that use the current device make its context. cudaGetDevice does not.
-int current_device() {
+int use_current_device() {
   contexts |= 1U << the_current_device;
   return the_current_device;
 }
@@ -78,7 +78,7 @@ cudaError_t cudaSetDevice(int device) {
     return failed(cudaErrorInvalidDevice, "there is no device " + std::to_string(device));
   }
   set_current_device(device);
-  current_device();  // which makes its context
+  use_current_device();  // which makes its context
   return cudaSuccess;
 }
 

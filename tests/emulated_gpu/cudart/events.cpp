@@ -105,7 +105,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   if (shared != nullptr && shared->page == nullptr) {
     return failed(cudaErrorMemoryAllocation, "the host has no more memory");
   }
-  *handle = new_handle({current_device(), has_time, std::move(shared), {}, {}, {}});
+  *handle = new_handle({use_current_device(), has_time, std::move(shared), {}, {}, {}});
   return cudaSuccess;
 }
 

@@ -55,7 +55,7 @@ cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsi
   if (const cudaError_t error = read_handle(handle, kMemoryHandle, read)) {
     return error;
   }
-  let_access(current_device(), read.device);
+  let_access(use_current_device(), read.device);
   const std::lock_guard<std::mutex> lock(opened().mutex);
   for (auto& [where, one] : opened().by_address) {
     if (is_same(one.range, read.range)) {

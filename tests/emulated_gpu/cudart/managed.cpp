@@ -41,7 +41,7 @@ cudaError_t cudaMallocManaged(void** address, std::size_t bytes, unsigned flags)
   if (const cudaError_t error = refuse_during_captures("cudaMallocManaged")) {
     return error;
   }
-  return allocate(address, bytes, current_device(), MemoryKind::kManaged);
+  return allocate(address, bytes, use_current_device(), MemoryKind::kManaged);
 }
 
 cudaError_t cudaMemPrefetchAsync(const void* address, std::size_t bytes, cudaMemLocation location,

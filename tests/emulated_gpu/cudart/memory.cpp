@@ -196,7 +196,7 @@ cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   if (const cudaError_t error = refuse_during_captures("cudaMalloc")) {
     return error;
   }
-  return allocate(address, bytes, current_device(), MemoryKind::kDevice);
+  return allocate(address, bytes, use_current_device(), MemoryKind::kDevice);
 }
 
 cudaError_t cudaFree(void* address) {
@@ -264,7 +264,7 @@ cudaError_t cudaHostUnregister(void* address) {
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   const std::lock_guard<std::mutex> lock(regions().mutex);
   *total = settings().memory_bytes;
-  *free = *total - regions().used[current_device()];
+  *free = *total - regions().used[use_current_device()];
   return cudaSuccess;
 }
 

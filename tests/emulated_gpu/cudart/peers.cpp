@@ -62,7 +62,7 @@ void check_access(const std::vector<Access>& accesses) {
   if (std::exchange(is_exempt, false) || settings().devices == 1) {
     return;
   }
-  const int device = current_device();
+  const int device = use_current_device();
   for (const Access& access : accesses) {
     const auto region = region_of(reinterpret_cast<const void*>(access.begin));
     if (!region.has_value() || may_access(device, *region)) {
@@ -93,14 +93,14 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
-  if (!is_a_device(peer) || peer == current_device()) {
+  if (!is_a_device(peer) || peer == use_current_device()) {
     return failed(cudaErrorInvalidDevice, "there is no such other device");
   }
   if (flags != 0) {
     return failed(cudaErrorInvalidValue, "the flags have to be 0");
   }
   const std::lock_guard<std::mutex> lock(peers().mutex);
-  if (!peers().allowed.insert({current_device(), peer}).second) {
+  if (!peers().allowed.insert({use_current_device(), peer}).second) {
     return failed(cudaErrorPeerAccessAlreadyEnabled, "access to the device is enabled already");
   }
   return outcome();
@@ -111,7 +111,7 @@ cudaError_t cudaDeviceDisablePeerAccess(int peer) {
     return failed(cudaErrorInvalidDevice, "there is no such device");
   }
   const std::lock_guard<std::mutex> lock(peers().mutex);
-  if (peers().allowed.erase({current_device(), peer}) == 0) {
+  if (peers().allowed.erase({use_current_device(), peer}) == 0) {
     return failed(cudaErrorPeerAccessNotEnabled, "access to the device is not enabled");
   }
   return outcome();

@@ -81,7 +81,7 @@ std::shared_ptr<Stream> Stream::of(cudaStream_t handle) {
   static thread_local std::map<int, std::shared_ptr<Stream>> of_thread;
   Streams& known = streams();
   const std::lock_guard<std::mutex> lock(known.mutex);
-  const int device = current_device();
+  const int device = use_current_device();
   if (handle == nullptr || handle == cudaStreamLegacy) {
     return known.legacy_of(device);
   }
@@ -306,8 +306,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, i
   Streams& known = streams();
   const std::lock_guard<std::mutex> lock(known.mutex);
   const std::shared_ptr<Stream> made = flags == cudaStreamDefault
-                                           ? known.make_blocking(current_device(), priority)
-                                           : known.make(current_device(), priority, flags);
+                                           ? known.make_blocking(use_current_device(), priority)
+                                           : known.make(use_current_device(), priority, flags);
   *handle = reinterpret_cast<cudaStream_t>(made.get());
   return outcome();
 }
@@ -397,7 +397,7 @@ cudaError_t cudaDeviceSynchronize() {
   if (const cudaError_t error = refuse_during_captures("cudaDeviceSynchronize")) {
     return error;
   }
-  synchronize_device(current_device());
+  synchronize_device(use_current_device());
   return outcome();
 }
 

@@ -87,7 +87,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool has_ended_ = false;
 };
 
-int current_device();
+int use_current_device();
 bool has_context(int device);
 void set_current_device(int device);
 

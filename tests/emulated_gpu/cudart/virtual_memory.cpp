@@ -133,7 +133,7 @@ CUresult map(CUdeviceptr address, std::size_t bytes, std::size_t offset,
 
 // cuMemUnmap does not wait for work that uses the memory. A write shows such work as a race.
 void show_uses(void* address, const Region& region) {
-  const int before = current_device();
+  const int before = use_current_device();
   set_current_device(region.device);
   cudaStream_t stream = nullptr;
   {
@@ -246,7 +246,7 @@ cudaError_t allocate_for_all_devices(void** address, std::size_t bytes) {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  properties.location.id = current_device();
+  properties.location.id = use_current_device();
   properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   CUmemGenericAllocationHandle handle = 0;
   CUdeviceptr begin = 0;
