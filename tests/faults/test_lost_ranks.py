@@ -244,7 +244,7 @@ def _fail_in_one_shard_group(transport: str) -> None:
                 loss.backward()
 
     for use in (train, lambda: of_same_ranks(torch.ones(2, 8)).sum().backward()):
-        with pytest.raises(RuntimeError, match=r"ranks 2 and 3 wait for each other"):
+        with pytest.raises(RuntimeError, match=r"ranks 2 and 3 wait|different collectives"):
             use()
 
 
