@@ -328,6 +328,11 @@ def _gradient_bytes(stage: Stage) -> int:
     return stage.reduce_bytes or stage.all_reduce_bytes
 
 
+def _is_reduced(stage: Stage) -> bool:
+    """Return whether there is anything to pack, send or copy."""
+    return _gradient_bytes(stage) > 0 or stage.copy_seconds_reduce > 0
+
+
 @dataclass
 class _Reductions:
     """The lanes of reductions, of packing ahead, and of replicas, if any."""
@@ -340,21 +345,23 @@ class _Reductions:
     last: list[_Job] = field(default_factory=list)
     outputs: list[_Job] = field(default_factory=list)
 
-    def issue(self, stage: Stage) -> tuple[_Job, _Job]:
+    def issue(self, stage: Stage) -> tuple[_Job | None, _Job | None]:
         """Issue a reduction and the update on its lane; return packing and the last of the jobs."""
-        free = self.last[-2:-1]  # the message that had this input before
-        packing = self.packing or self.wire
-        packed = packing.issue(stage.name, 0, 0, stage.copy_seconds_reduce, free)
-        if self.all_reduces is not None and stage.all_reduce_bytes > 0:
-            last = self._issue_with_all_reduces(self.all_reduces, stage, packed)
-        else:
-            messages, nbytes = stage.reduce_messages, stage.reduce_bytes
-            last = self.wire.issue(stage.name, messages, nbytes, 0.0, [packed])
-            self.last.append(last)
+        packed, last = self._reduce(stage) if _is_reduced(stage) else (None, None)
         if self.updates_on_lane and stage.update > 0:
             lane = self.all_reduces if stage.all_reduce_bytes > 0 else self.wire
             last = (lane or self.wire).issue(stage.name, 0, 0, stage.update)
         return packed, last
+
+    def _reduce(self, stage: Stage) -> tuple[_Job, _Job]:
+        free = self.last[-2:-1]  # the message that had this input before
+        packing = self.packing or self.wire
+        packed = packing.issue(stage.name, 0, 0, stage.copy_seconds_reduce, free)
+        if self.all_reduces is not None and stage.all_reduce_bytes > 0:
+            return packed, self._issue_with_all_reduces(self.all_reduces, stage, packed)
+        messages, nbytes = stage.reduce_messages, stage.reduce_bytes
+        self.last.append(self.wire.issue(stage.name, messages, nbytes, 0.0, [packed]))
+        return packed, self.last[-1]
 
     def _issue_with_all_reduces(self, all_reduces: _Lane, stage: Stage, packed: _Job) -> _Job:
         """Issue each message of a reduction, and its all-reduce behind it."""
@@ -415,11 +422,12 @@ class _Program:
         self._leave(number)
 
     def _reduce(self, number: int) -> None:
-        stage, last = self.stages[number], None
-        if _gradient_bytes(stage) > 0 or stage.copy_seconds_reduce > 0:
+        stage = self.stages[number]
+        if _is_reduced(stage):
             self._wait_for_packing()
-            self._finish_updates(most=1)
-            packed, last = self.reductions.issue(stage)
+        self._finish_updates(most=1)
+        packed, last = self.reductions.issue(stage)
+        if packed is not None:
             self.packed = (stage, packed)
         if stage.update > 0:
             self.updated.append((stage, last))

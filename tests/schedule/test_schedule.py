@@ -239,6 +239,9 @@ def test_updates_run_where_compute_does_or_on_the_lane() -> None:
     ]
     assert (on_gpu.step, on_gpu.compute, on_gpu.wire) == (13, 6, 9)
     # Compute waits for the update of c before the reduction of a is issued.
+    alone = [Stage(name, 1, 1, 0, 0, update=2) for name in "ab"]  # one rank has nothing to reduce
+    assert predict(None, alone, fixed(1), updates_on_lane=True).step == 7
+    assert predict(None, alone, fixed(1)).step == 8
     behind = [Stage("last", 0, 1, 0, 0), *stages]
     assert spans(predict(None, behind, fixed(1), updates_on_lane=True), "compute")[-1][1:] == (7, 8)
 
