@@ -399,7 +399,12 @@ def place(
         for tensor in tensors:
             tensor.data = tensor.data.to(device)
     if mesh is not None:
-        of_ignored = (buf for module in ignored_modules for buf in module.buffers(recurse=False))
+        of_ignored = (
+            buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            for module in ignored_modules
+            for buffer in module.buffers(recurse=False)
+            if not buffer.is_meta
+        )
         broadcast([*dict.fromkeys((*tensors, *of_ignored))], mesh)
 
 

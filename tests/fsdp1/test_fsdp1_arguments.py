@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 
 def ignored() -> None:
@@ -100,6 +100,11 @@ def synced() -> None:
     FSDP(model, ignored_modules=[model[1]], sync_module_states=True)
     assert model[1].running_mean.tolist() == [1, 1]  # FSDP1 syncs buffers of ignored modules,
     assert model[1].weight.tolist() == [dist.get_rank()] * 2  # but not their parameters
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    distribute_module(model[1], init_device_mesh("cpu", (3,)))
+    model[1].running_mean.to_local().fill_(dist.get_rank() + 1)
+    FSDP(model, ignored_modules=[model[1]], sync_module_states=True)
+    assert model[1].running_mean.to_local().tolist() == [1, 1]
 
 
 def test_states_come_from_rank_0_of_the_group() -> None:
