@@ -17,7 +17,7 @@ from fsdp_ext import _C
 from fsdp_ext.optim.flat_runs import FlatRuns
 from fsdp_ext.optim.norms import (
     NormRanks,
-    are_norm_ranks_final,
+    final_roots,
     multiply,
     norm_dtype,
     norms_of,
@@ -218,8 +218,8 @@ def _sharded(params: list[Any]) -> list[Any]:
 
 
 # Found by earlier calls, by the id of the first parameter, which they keep alive. All of them go
-# when one of their units does, so that they keep no model alive.
-_known: dict[int, tuple[_Gradients, list[weakref.ref[Unit]]]] = {}
+# when one of their units does, so that they keep no model alive. The number is that of final roots.
+_known: dict[int, tuple[_Gradients, int, list[weakref.ref[Unit]]]] = {}
 
 
 def _forget(_: weakref.ref[Unit]) -> None:
@@ -228,9 +228,10 @@ def _forget(_: weakref.ref[Unit]) -> None:
 
 def _gradients_of(params: list[Any]) -> _Gradients:
     first = id(params[0]) if params else 0
-    known, _ = _known.get(first, (None, []))
-    if known is None or not known.are_of(params):
+    known, roots, _ = _known.get(first, (None, 0, []))
+    if known is None or roots != final_roots(known.units) or not known.are_of(params):
         known = _Gradients(params)
-        if known.units and are_norm_ranks_final(known.units):
-            _known[first] = known, [weakref.ref(unit, _forget) for unit in known.units]
+        if units := known.units:
+            watched = [weakref.ref(unit, _forget) for unit in units]
+            _known[first] = known, final_roots(units), watched
     return known

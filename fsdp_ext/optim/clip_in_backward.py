@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -29,7 +29,7 @@ from fsdp_ext._util.numbers import as_bool
 from fsdp_ext.optim.clip import Limits, number_of
 from fsdp_ext.optim.norms import (
     NormRanks,
-    are_norm_ranks_final,
+    final_roots,
     multiply,
     norm_dtype,
     norms_of,
@@ -185,7 +185,8 @@ class ClippingByLastStep(InBackward):
         super().__init__(settings, limits.norm_type)
         self._limits = limits
         self._params: list[Any] = []
-        self._ranks_are_final = False
+        self._units: WeakSet[Unit] = WeakSet()  # of the parameters
+        self._final_roots = 0  # of these units, when the ranks were found
         self._known_ranks: dict[Any, NormRanks] = {}
         self.note(params)
         self._scale = torch.ones((), dtype=self._dtype)
@@ -205,9 +206,8 @@ class ClippingByLastStep(InBackward):
         if not self._known_ranks:
             owners = owners_of(units_alive())
             self._known_ranks = {p: NormRanks.of(p, owners, _CALLER) for p in self._params}
-            self._ranks_are_final = are_norm_ranks_final(
-                owners[p] for p in self._params if p in owners
-            )
+            self._units = WeakSet(owners[p] for p in self._params if p in owners)
+            self._final_roots = final_roots(self._units)
         return self._known_ranks
 
     @property
@@ -220,7 +220,7 @@ class ClippingByLastStep(InBackward):
     def _begin_step(self) -> None:
         self._norms: defaultdict[NormRanks, list[torch.Tensor]] = defaultdict(list)
         self._clipped: set[Hashable] = set()
-        if not self._ranks_are_final:
+        if self._final_roots != final_roots(self._units):
             self._known_ranks = {}
 
     @torch.no_grad()

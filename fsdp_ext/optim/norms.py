@@ -63,9 +63,9 @@ class NormRanks:
         return cls((), param.device)
 
 
-def are_norm_ranks_final(units: Iterable[Unit]) -> bool:
-    """Return whether the :class:`NormRanks` of the units' parameters stay as they are."""
-    return all(unit.root is not None and not unit.root.is_provisional for unit in units)
+def final_roots(units: Iterable[Unit]) -> int:
+    """Return how many units have a root that stays. With it, :class:`NormRanks` may change."""
+    return sum(unit.root is not None and not unit.root.is_provisional for unit in units)
 
 
 def _groups_of_plain_experts(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
