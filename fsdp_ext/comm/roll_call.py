@@ -93,8 +93,8 @@ class _RollCall:
     def wait(self) -> None:
         """Wait until all ranks have come."""
         self._store = self._calls.ask(self._meet)
-        self._calls.ask(self._come)
         try:
+            self._calls.ask(self._come)
             self._wait_for_others()
         except BaseException:
             self._calls.ask_if_possible(lambda: self._store.add(self._key("count"), -1))
