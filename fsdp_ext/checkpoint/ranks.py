@@ -4,13 +4,16 @@
 # Each rank other than 0 writes its message under a key of its own. Rank 0 takes the messages, and
 # answers each under a key that has the message's number. A rank that gives up replaces its message
 # by null, and rank 0 knows which messages it has taken. So stale messages of an abandoned agreement
-# are never taken for those of a later agreement.
+# are not taken for those of a later agreement, unless the store did not answer when a rank gave up.
+# If rank 0 gives up, it leaves its reason for each rank that has not come. Such a rank may be late
+# for that agreement, or early for the next one. So it waits _GRACE for an answer before it raises.
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,6 +27,9 @@ from fsdp_ext.comm.store_calls import StoreCalls
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
+_GRACE = 5.0  # seconds
+
+_GAVE_UP = "/gave_up"
 
 _numbers = itertools.count(1)  # of this process's messages
 # The number of the message that rank 0 has taken last, by group and key.
@@ -175,8 +181,9 @@ class Ranks:
         numbers = {self._key(what, rank): of_rank["number"] for rank, of_rank in came.items()}
         taken |= numbers
         self._answers = [_answer_key(key, number) for key, number in numbers.items()]
-        texts = [json.dumps(decision)] * len(self._answers)
-        tell = partial(self._store.multi_set, self._answers, texts)
+        late = [self._key(what, rank) + _GAVE_UP for rank in looks.keys() - came.keys()]
+        told = [*self._answers, *late]
+        tell = partial(self._store.multi_set, told, [json.dumps(decision)] * len(told))
         if failure is not None:
             self._calls.ask_if_possible(tell)
             raise failure
@@ -187,14 +194,22 @@ class Ranks:
         """Give rank 0 a message, and return its decision: Note [messages of agreements]."""
         key, number = self._key(what, self.rank), next(_numbers)
         answer, text = _answer_key(key, number), json.dumps(message | {"number": number})
+        began = time.monotonic()
+
+        def read() -> Any:
+            is_patient = time.monotonic() - began < _GRACE
+            return self._read(answer) or (None if is_patient else self._read(key + _GAVE_UP))
+
+        def forget() -> None:
+            self._store.set(key, "null")
+            self._store.delete_key(answer)
+            self._store.delete_key(key + _GAVE_UP)
+
         try:
             self._calls.ask(lambda: self._store.set(key, text))
-            decision = self._wait_for(0, what, lambda: self._read(answer))
-        except BaseException:
-            self._calls.ask_if_possible(lambda: self._store.set(key, "null"))
-            raise
-        self._calls.ask_if_possible(lambda: self._store.delete_key(answer))
-        return decision
+            return self._wait_for(0, what, read)
+        finally:
+            self._calls.ask_if_possible(forget)
 
     def _key(self, what: str, rank: int) -> str:
         """Return the key of a rank's message in this agreement."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -32,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import fsdp_ext
 from fsdp_ext import checkpoint
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint import disk, loading, saving
+from fsdp_ext.checkpoint import disk, loading, ranks, saving
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
@@ -606,6 +607,26 @@ def _agree_after_each_rank_was_late() -> list[list[str]]:
 def test_a_call_that_a_rank_left_out_does_not_disturb_the_next_one() -> None:
     expected = [["new 0", "new 1", "new 2"]] * 3
     assert run_ranks(_agree_after_each_rank_was_late, 3, timeout=60.0) == [expected] * 3
+
+
+def _come_after_rank_0_gave_up() -> list[str]:
+    group = dist.group.WORLD
+    Ranks(group).agree("a first save", "", list)
+    with mock.patch.object(ranks, "_GRACE", 0.1):
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="waited 0 s in a save for rank 1"):
+                Ranks(group, timedelta(seconds=0.2)).agree("a save", "old", list)
+            dist.barrier()
+        else:
+            dist.barrier()
+            with pytest.raises(checkpoint.OtherRanksError, match=r"rank 0 failed: .* for rank 1"):
+                Ranks(group).agree("a save", "late", list)
+        dist.barrier()
+        return Ranks(group).agree("a save", f"new {dist.get_rank()}", list)
+
+
+def test_a_late_rank_is_told_that_rank_0_gave_up() -> None:
+    assert run_ranks(_come_after_rank_0_gave_up, 2, timeout=60.0) == [["new 0", "new 1"]] * 2
 
 
 class KeepsLargest(torch.optim.SGD):
