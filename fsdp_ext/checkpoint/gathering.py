@@ -105,7 +105,8 @@ def checksums_of_partial_meshes(
     """Return the position and checksum of this rank's part of each weight whose mesh lacks ranks.
 
     Ranks compare them. Such weights are parameters that tensor parallelism leaves whole and, by
-    mistake, different experts of one name.
+    mistake, different experts of one name. Weights of tensor subclasses, and parts of meshes of
+    different sizes, are not compared.
     """
     found = {}
     sharded = {name: each for name, each in weights.items() if isinstance(each.tensor, DTensor)}

@@ -35,6 +35,7 @@ from fsdp_ext.comm.transports import (
 # By operation, the lane that a model uses for it.
 LANES = {"all_gather": "gather", "reduce_scatter": "reduce"}
 OPERATIONS = tuple(LANES)
+DTYPE = torch.float32
 # Bytes summed over all ranks: from a small layer to a large one.
 SIZES = [2**k for k in range(14, 27)]
 # Each call moves on by this many parts of the buffers, so that its data is not in a cache.
@@ -49,7 +50,7 @@ def measure(lanes: _C.Lanes, device: torch.device, repeats: int) -> list[Sample]
     a cache when its collective runs.
     """
     ranks = dist.get_world_size()
-    granule = 4 * ranks
+    granule = DTYPE.itemsize * ranks
     sizes = [-(-nbytes // granule) * granule for nbytes in SIZES]
     buffers = {operation: buffers_of(lanes, operation, max(sizes), ranks) for operation in LANES}
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -90,7 +91,7 @@ def buffers_of(
     part = whole // ranks
     sizes = (part, whole) if operation == "all_gather" else (whole, part)
     source, output = lanes.input_buffer(sizes[0], lane), lanes.output_buffer(sizes[1], lane)
-    return source.view(torch.float32).zero_(), output.view(torch.float32).zero_()
+    return source.view(DTYPE).zero_(), output.view(DTYPE).zero_()
 
 
 def _part_of(buffer: torch.Tensor, count: int, turn: int) -> torch.Tensor:

@@ -42,7 +42,8 @@ def clip_grad_norm_(
     As ``torch.nn.utils.clip_grad_norm_``, but over one tensor for each unit, with one all-reduce
     for each dimension of a mesh that shards, and with a plain tensor as result. The order of sums
     may differ from PyTorch's. For parameters that are not sharded, each rank counts its own
-    gradients.
+    gradients. Plain experts on a mesh of their own count on all ranks of the root's shard group,
+    or on their mesh's ranks if their unit has an all-reduce hook.
 
     Args:
         parameters: a module, or parameters; the same on all ranks.

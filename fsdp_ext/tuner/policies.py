@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from fsdp_ext import _C
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.lanes import nccl_lanes
-from fsdp_ext.comm.measure_link import OPERATIONS, buffers_of, mean_seconds
+from fsdp_ext.comm.measure_link import DTYPE, OPERATIONS, buffers_of, mean_seconds
 from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
@@ -22,7 +20,6 @@ from fsdp_ext.sharding.root.root import Root
 _logger = logging.getLogger("fsdp_ext")
 _IN_USE = "default"  # the policy of lanes whose environment variable names none
 _WARMUP = 2
-_ELEMENT = torch.float32
 # Policies that the gather lane and the reduce lane have together. Copy engines cannot add.
 _TRIED = ((_IN_USE, _IN_USE), ("efficiency", "efficiency"), ("zero", _IN_USE))
 
@@ -66,7 +63,7 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
     if root.lanes.transport != "nccl" or not has_peers(first):
         return ()
     mean = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
-    part = max(mean // _ELEMENT.itemsize, 1) * _ELEMENT.itemsize
+    part = max(mean // DTYPE.itemsize, 1) * DTYPE.itemsize
     with together(first, "tune", "the times of NCCL's policies"):
         own = _time_policies(root, part, repeats)
     ranks, now = exchange(first, own), nccl_settings()

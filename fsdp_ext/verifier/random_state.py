@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 
-def random_state() -> Callable[[], None]:
-    """Return a function that restores the present state of the random generators.
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the random generators afterwards.
 
     These are the generators of Python, of torch on the host and on the current GPU, and of NumPy if
     it is loaded.
@@ -28,19 +29,8 @@ def random_state() -> Callable[[], None]:
         restore_each.append(partial(cuda.set_rng_state, cuda.get_rng_state()))
     if numpy is not None:
         restore_each.append(partial(numpy.set_state, numpy.get_state()))
-
-    def restore() -> None:
-        for each in restore_each:
-            each()
-
-    return restore
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the generators afterwards."""
-    restore = random_state()
     try:
         yield
     finally:
-        restore()
+        for restore in restore_each:
+            restore()
