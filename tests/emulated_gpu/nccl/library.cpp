@@ -123,8 +123,7 @@ ncclResult_t read_config(const ncclConfig_t* from, Config& config) {
     }
   }
   const Config otherwise;
-  config.is_blocking =
-      number_of("NCCL_COMM_BLOCKING", defined(read.of_2_28.blocking, otherwise.is_blocking)) != 0;
+  config.is_blocking = defined(read.of_2_28.blocking, otherwise.is_blocking) != 0;
   config.min_ctas = number_of("NCCL_MIN_CTAS", defined(read.of_2_28.minCTAs, otherwise.min_ctas));
   config.max_ctas = number_of("NCCL_MAX_CTAS", defined(read.of_2_28.maxCTAs, otherwise.max_ctas));
   config.cta_policy = defined(read.of_2_28.CTAPolicy, otherwise.cta_policy);
