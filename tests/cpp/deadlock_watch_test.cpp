@@ -192,6 +192,10 @@ TEST(DeadlockThread, ReportsThatALaneHasFailed) {
   EXPECT_EQ(reported.get_future().get(), "the reason");
 }
 
+TEST(DeadlockWatch, TellsNobodyWithoutABoard) {
+  DeadlockWatch(nullptr, nullptr, 0).tell("the reason");
+}
+
 // Promises the first text that is written.
 class PromisingBoard final : public Board {
  public:

@@ -51,7 +51,11 @@ std::string DeadlockWatch::look() {
   return account;
 }
 
-void DeadlockWatch::tell(const std::string& reason) { board_->write(kAccount, reason); }
+void DeadlockWatch::tell(const std::string& reason) {
+  if (board_ != nullptr) {
+    board_->write(kAccount, reason);
+  }
+}
 
 void DeadlockWatch::write_stuck(int lane, const RankState& state) {
   if (has_written_ && written_ == state) {

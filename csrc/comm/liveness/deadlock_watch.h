@@ -53,7 +53,7 @@ class DeadlockWatch {
       : board_(std::move(board)), lanes_(std::move(lanes)), global_rank_(global_rank) {}
 
   // Returns why the lanes can never go on, or nothing. Call it at intervals. `lanes` and `board`
-  // may both be null. Then it returns nothing.
+  // may both be null. Then it returns nothing, and tell does nothing.
   std::string look();
   // Tells ranks that are stuck that this rank has given up.
   void tell(const std::string& reason);
