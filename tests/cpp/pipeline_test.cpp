@@ -269,18 +269,19 @@ TEST(Pipeline, ForwardsThatLeaveUnitsOutOrReorderThemStayRight) {
   });
 }
 
+void set_syncs(Rank& rank, bool value) {
+  for (int i = 0; i <= rank.layers(); ++i) {
+    set_requires_gradient_sync(*rank.pipeline, i, value);
+  }
+}
+
 TEST(Pipeline, AccumulatesWithoutSyncAndAddsToShardedGradients) {
   on_ranks(2, 2, [](Rank& rank, int r) {
     const std::vector<int> order = rank.in_order();
-    const auto set_sync = [&](bool value) {
-      for (int i = 0; i <= rank.layers(); ++i) {
-        set_requires_gradient_sync(*rank.pipeline, i, value);
-      }
-    };
-    set_sync(false);
+    set_syncs(rank, false);
     rank.backward(order, rank.forward(order), static_cast<float>(r));
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 0U);
-    set_sync(true);
+    set_syncs(rank, true);
     rank.backward(order, rank.forward(order), static_cast<float>(r));
     for (const auto& unit : rank.units) {
       unit->expect_gradient(0, 1.0F);
@@ -401,6 +402,64 @@ TEST(Pipeline, ReentrantRecomputationsAreReducedTogether) {
     EXPECT_EQ(rank.pipeline->ledger().counters().reduce_scatters, 1U);
     rank.pipeline->backward().end_backward();
     rank.unit(1).expect_gradient(0, 2.0F);
+  });
+}
+
+BackwardGraph graph_for_inputs() {
+  BackwardGraph graph;
+  graph.accumulates = false;
+  graph.is_kept = true;
+  return graph;
+}
+
+// Zero-bubble pipelining runs a backward for the inputs of a stage, and later one for the weights.
+TEST(Pipeline, BackwardsForInputsNoteUnitsThatWereShardedWhenTheyBegan) {
+  on_ranks(2, 2, [&](Rank& rank, int) {
+    const std::vector<int> order = rank.in_order();
+    const auto is_left_out = [&](bool syncs, bool is_followed = false) {
+      set_syncs(rank, syncs);
+      const std::vector<CallId> calls = rank.forward(order);
+      rank.backward(order, calls, 1.0F, graph_for_inputs());
+      if (is_followed) {
+        rank.backward(order, calls, 1.0F);
+      }
+      return rank.pipeline->take_left_out() != ForwardOrder::kNoUnit;
+    };
+    EXPECT_TRUE(is_left_out(/*syncs=*/false));
+    EXPECT_FALSE(is_left_out(/*syncs=*/true));  // the user's own
+    EXPECT_FALSE(is_left_out(/*syncs=*/false, /*is_followed=*/true));
+  });
+}
+
+TEST(Pipeline, ABackwardForAllParametersClearsNotesOfUnitsThatItDoesNotReach) {
+  on_ranks(1, 2, [&](Rank& rank, int) {
+    set_syncs(rank, false);
+    const std::vector<CallId> calls = rank.forward({1, 2});
+    BackwardGraph graph = graph_for_inputs();
+    graph.is_whole = false;
+    graph.calls = {calls[1]};
+    rank.backward({1}, calls, 1.0F, graph);
+    graph.accumulates = true;
+    graph.calls = {calls[2]};
+    rank.backward({2}, calls, 1.0F, graph);
+    EXPECT_EQ(rank.pipeline->take_left_out(), ForwardOrder::kNoUnit);
+  });
+}
+
+// Checkpointing gathers a unit before backward reaches the unit's output.
+TEST(Pipeline, ABackwardForInputsNotesAShardedUnitThatIsRecomputedFirst) {
+  on_ranks(1, 1, [&](Rank& rank, int) {
+    set_syncs(rank, false);
+    const std::vector<CallId> calls = rank.forward({1});
+    BackwardSchedule& backward = rank.pipeline->backward();
+    backward.begin_backward(/*may_reshard=*/true, graph_for_inputs());
+    rank.pipeline->pre_forward(1);
+    rank.pipeline->post_forward(1);
+    backward.pre_backward(1, calls[1]);
+    backward.post_backward(1, calls[1]);
+    backward.end_backward();
+    EXPECT_EQ(rank.pipeline->take_left_out(), 1);
+    EXPECT_EQ(rank.pipeline->take_left_out(), ForwardOrder::kNoUnit);
   });
 }
 

@@ -57,6 +57,9 @@ void BackwardOrder::begin(std::vector<ForwardPass>& forwards, const BackwardGrap
     if (include(forward)) {
       push_steps(forward);
       forward.is_done = forward.is_done || !(keeps || graph.is_kept);
+      for (ForwardCall& call : forward.calls) {
+        call.is_left_out = call.is_left_out && !graph.accumulates;
+      }
     }
   }
 }

@@ -33,17 +33,30 @@ void BackwardSchedule::fail(const Error& error) { throw_and_abort(error, lanes_,
 void BackwardSchedule::begin_backward(bool may_reshard, const BackwardGraph& graph) {
   backward_may_reshard_ = may_reshard;
   backward_accumulates_ = graph.accumulates;
-  graph_is_kept_ = graph.is_kept;
   // Backward takes steps of units that it may not reach, if unused parameters are reduced.
   for (const auto& unit : units_.all()) {
     backward_order_.set_expected(unit->number, unit->reduces_unused && unit->gradients.count() > 0);
   }
   backward_order_.begin(forward_order_.passes(), graph, /*keeps=*/passes_.in_forward());
+  if (!graph.accumulates && graph.is_kept) {
+    note_left_out();
+  }
   units_.lend_gradients();
   reducer_.begin_backward(/*may_lend=*/!gatherer_.has_been_captured());
   order_reductions();
   passes_.begin_backward();
   ledger_.begin_pass(Phase::Backward, Work::Backward);
+}
+
+// PyTorch's schedules turn gradient sync off, read the parameters, and then begin a backward.
+void BackwardSchedule::note_left_out() {
+  for (const BackwardStep& step : backward_order_.steps()) {
+    const Unit& unit = units_.at(step.unit);
+    if (step.action == BackwardAction::Gather && !unit.requires_gradient_sync &&
+        unit.gradients.trains() && !shows_unsharded(unit)) {
+      forward_order_.note_left_out(step.call);
+    }
+  }
 }
 
 void BackwardSchedule::pre_backward(int number, CallId call) try {
@@ -110,9 +123,6 @@ void BackwardSchedule::take(const BackwardStep& step) {
     case BackwardAction::Gather:
       if (backward_accumulates_) {
         unit.gradients.reach(unit.requires_gradient_sync);
-        forward_order_.note_reached(step.call, /*is_left_out=*/false);
-      } else if (graph_is_kept_ && unit.gradients.trains() && !shows_unsharded(unit)) {
-        forward_order_.note_reached(step.call, /*is_left_out=*/true);
       }
       gather_in_backward(unit);
       return;

@@ -76,6 +76,7 @@ class BackwardSchedule {
 
  private:
   [[noreturn]] void fail(const Error& error);
+  void note_left_out();
   void take_steps(std::size_t count);
   void take(const BackwardStep& step);
   void gather_in_backward(Unit& unit);
@@ -105,7 +106,6 @@ class BackwardSchedule {
   bool backward_may_reshard_ = true;  // of the backward that runs
   bool is_second_backward_ = false;   // the last one did not reshard; Note [double backward]
   bool backward_accumulates_ = true;
-  bool graph_is_kept_ = false;  // another backward may run over this graph
 };
 
 }  // namespace fsdp

@@ -83,18 +83,12 @@ void ForwardOrder::expect(CallId id) {
   }
 }
 
-void ForwardOrder::note_reached(CallId id, bool is_left_out) {
+void ForwardOrder::note_left_out(CallId id) {
   const auto behind =
       std::upper_bound(passes_.begin(), passes_.end(), id,
                        [](CallId call, const ForwardPass& pass) { return call < pass.first; });
-  if (behind == passes_.begin()) {
-    return;
-  }
   ForwardPass& pass = *(behind - 1);
-  const auto index = static_cast<std::size_t>(id - pass.first);
-  if (index < pass.calls.size()) {
-    pass.calls[index].is_left_out = is_left_out;
-  }
+  pass.calls[static_cast<std::size_t>(id - pass.first)].is_left_out = true;
 }
 
 int ForwardOrder::take_left_out() {

@@ -26,7 +26,8 @@ struct ForwardCall {
   bool with_gradient = false;  // autograd recorded it
   bool is_expected = false;    // in backward, even if the graph does not contain its output
   bool is_included = false;    // used within BackwardOrder::begin
-  // A backward with inputs= and a kept graph reached this call while its unit was sharded.
+  // The unit was sharded when a backward with inputs=, a kept graph and no gradient sync began,
+  // which reaches this call. A later backward for all parameters clears this.
   bool is_left_out = false;
 };
 
@@ -57,8 +58,8 @@ class ForwardOrder {
   void leave(CallId call, bool with_gradient);
   // Backward takes the call's steps even if the graph does not contain its output.
   void expect(CallId call);
-  // Backward has reached the call's output. Sets its is_left_out.
-  void note_reached(CallId call, bool is_left_out);
+  // Sets is_left_out of a call that has steps in this backward.
+  void note_left_out(CallId call);
   // Returns a unit that has a left-out call, or kNoUnit, and clears is_left_out of all calls.
   int take_left_out();
   // Forgets the iteration that runs, after an exception.
