@@ -428,6 +428,9 @@ TEST(Pipeline, BackwardsForInputsNoteUnitsThatWereShardedWhenTheyBegan) {
     EXPECT_TRUE(is_left_out(/*syncs=*/false));
     EXPECT_FALSE(is_left_out(/*syncs=*/true));  // the user's own
     EXPECT_FALSE(is_left_out(/*syncs=*/false, /*is_followed=*/true));
+    EXPECT_TRUE(rank.pipeline->awaits_backward_of(1));
+    rank.unit(1).change_shard();
+    EXPECT_FALSE(rank.pipeline->awaits_backward_of(1));
   });
 }
 

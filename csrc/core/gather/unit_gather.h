@@ -41,6 +41,8 @@ class UnitGather {
   bool is_put_away_by_backward() const { return put_away_ == PutAway::ByBackward; }
   bool is_held() const { return is_held_; }   // unsharded by the user, not by a forward
   const Slot* slot() const { return slot_; }  // of the bucket, while this unit uses it
+  // Of its shards, when a forward began or a gather was issued.
+  std::uint64_t followed_version() const { return followed_version_; }
 
   // Both are for unsharded units: Note [after an evaluation].
   void set_held_by_user(bool by_user) { is_held_ = by_user; }

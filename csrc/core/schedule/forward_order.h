@@ -67,7 +67,9 @@ class ForwardOrder {
 
   // The forwards whose backward may come, in their order.
   std::vector<ForwardPass>& passes() { return passes_; }
-  // Whether one of these forwards has a call of the unit that autograd recorded.
+  // Whether one of these forwards has a call of the unit that autograd recorded. Forwards that are
+  // done count: the first of several backwards over one graph may mark them, if it begins at the
+  // output of a unit.
   bool awaits_backward_of(int unit) const;
   // All calls with a smaller id are forgotten.
   CallId first_call() const { return passes_.empty() ? next_call_ : passes_.front().first; }

@@ -73,8 +73,12 @@ class Pipeline {
   // `with_gradient`: autograd recorded this call.
   CallId post_forward(int unit, bool with_gradient = true);
 
-  // Whether a backward may come for a recorded call of the unit.
-  bool awaits_backward_of(int unit) const { return forward_order_.awaits_backward_of(unit); }
+  // Whether a backward may come for a recorded call of the unit: ForwardOrder::awaits_backward_of.
+  // None comes once the unit's shards have changed.
+  bool awaits_backward_of(int number) const {
+    return unit(number).gather.followed_version() == unit(number).shard_version() &&
+           forward_order_.awaits_backward_of(number);
+  }
   // ForwardOrder::take_left_out.
   int take_left_out() { return forward_order_.take_left_out(); }
   BackwardSchedule& backward() { return backward_; }
