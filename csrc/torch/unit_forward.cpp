@@ -215,16 +215,17 @@ at::Tensor UnitForward::begin_skip(const at::Tensor& tensor) {
   if (root != nullptr) {
     root->owner().check();
   }
+  const bool recomputing = root != nullptr && root->enter_recomputation(unit_);
   FSDP_CHECK(
-      root != nullptr && (root->pipeline().passes()->in_forward() || root->is_recomputing()),
+      root != nullptr && (root->pipeline().passes()->in_forward() || recomputing),
       "join_empty was called on unit '", unit_.name(),
       "' outside of a forward. Call it in the forward of the root module, at the place where "
       "other ranks run the unit.");
-  const bool entering = root->is_recomputing() || enter_module();
+  const bool entering = recomputing || enter_module();
   if (entering) {
     first_node_ = next_node_number();
   }
-  const CallId call = enter(*root, root->is_recomputing());
+  const CallId call = enter(*root, recomputing);
   // Like the output of a rank that runs the unit, the result needs a gradient if a parameter does.
   const bool has_gradient = tensor.requires_grad() || !unit_.parameters().trainable().empty();
   const at::Tensor skipped = entering && has_gradient && at::GradMode::is_enabled()

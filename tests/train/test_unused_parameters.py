@@ -528,6 +528,43 @@ def skip_part(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(batch(step, rank), (rank + step) % 2 == 0)
 
 
+class JoinsInRegion(nn.Module):
+    """A checkpointed region that leaves out a unit before it runs another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(DIM, DIM)
+        self.layers = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.region, x, use_reentrant=False)
+        return result
+
+    def region(self, x: Tensor) -> Tensor:
+        x = self.block.join_empty(x)  # type: ignore[operator]
+        self.hidden = self.layers[0](x)
+        result: Tensor = self.layers[1:](self.hidden)
+        return result
+
+
+def begin_inside_a_region() -> None:
+    model = JoinsInRegion()
+    for unit in (model.block, model):
+        fsdp_ext.fully_shard(unit, reshard_after_forward=False)
+    for step in range(2):
+        x = batch(step, dist.get_rank())
+        model(x)
+        edge = torch.autograd.graph.get_gradient_edge(model.hidden)
+        (gradient,) = torch.autograd.grad(
+            [edge], [model.layers[0].weight], [torch.ones_like(model.hidden)]
+        )
+        assert torch.equal(gradient, torch.ones_like(model.hidden).T @ x)
+
+
+def test_a_backward_that_begins_inside_a_region_recomputes_a_unit_that_is_left_out() -> None:
+    run_ranks(begin_inside_a_region, 2)
+
+
 def join_wrongly(tensor: object) -> None:
     model = shard(Skipped(), "shared_memory")
     model.block.join_empty(tensor)
