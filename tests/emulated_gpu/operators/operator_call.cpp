@@ -105,7 +105,7 @@ c10::Device OperatorCall::find_device() const {
       found = value.toDevice();
     }
   }
-  return found.value_or(c10::Device(at::kCUDA, c10::cuda::use_current_device()));
+  return found.value_or(c10::Device(at::kCUDA, c10::cuda::current_device()));
 }
 
 // Whether the host needs a result of the operator, or gives it a device.
