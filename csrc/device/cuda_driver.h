@@ -1,4 +1,5 @@
-// Finds functions of the CUDA driver through the runtime. Only CUDA implementations include this.
+// Looks up functions of the CUDA driver through CUDA's runtime. Only files of the CUDA build
+// include this header.
 #pragma once
 
 #include <cuda.h>

@@ -1,12 +1,13 @@
 """The ranks that save or load together."""
 
 # Note [messages of agreements]
-# Each rank other than 0 writes its message under a key of its own. Rank 0 takes the messages, and
-# answers each under a key that has the message's number. A rank that gives up replaces its message
-# by null, and rank 0 knows which messages it has taken. So stale messages of an abandoned agreement
-# are not taken for those of a later agreement, unless the store did not answer when a rank gave up.
-# If rank 0 gives up, it leaves its reason for each rank that has not come. Such a rank may be late
-# for that agreement, or early for the next one. So it waits _GRACE for an answer before it raises.
+# Each rank other than 0 writes a numbered message under a key of its own. Rank 0 reads the messages
+# and writes one answer for each, under a key that ends with the message's number. A rank that gives
+# up overwrites its message with null, and rank 0 remembers the number of the last message that it
+# read from each rank. So a stale message is not read in a later agreement, unless the store did not
+# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank. When
+# such a rank comes, it is either late for that agreement or early for the next one. It waits _GRACE
+# for an answer, and then raises rank 0's reason.
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fsdp_ext import _C
 
 _Answer = TypeVar("_Answer")
 
-# Seconds between two looks at whether the store still answers.
+# While a call runs, its caller checks this often (seconds) how long the store has been silent.
 _CHECK_INTERVAL = 0.5
 
 

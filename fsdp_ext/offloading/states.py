@@ -49,7 +49,7 @@ class _Portion:
     device: torch.Tensor = _NOTHING  # a part of a staging tensor
 
     def __post_init__(self) -> None:
-        # The optimizer has no states yet. Later, these entries note the offloaded ones.
+        # The optimizer has no states yet. The entries record states once they are offloaded.
         self.entries = StateEntries({}, self.params(), _is_offloaded)
 
     def params(self) -> Iterator[nn.Parameter]:

@@ -32,8 +32,8 @@ class Board {
   virtual std::string read(const std::string& key) = 0;  // empty if nothing was written
 };
 
-// The state of this rank's two lanes. Their communicators write the current collective, and count
-// each collective as a round that they post.
+// The state of this rank's two lanes. Their communicators write the label of the current
+// collective, and increment a counter for each collective that they issue.
 class PublishedLanes {
  public:
   Mailbox& lane(int number) { return lanes_[number]; }
@@ -52,8 +52,8 @@ class DeadlockWatch {
                 int global_rank)
       : board_(std::move(board)), lanes_(std::move(lanes)), global_rank_(global_rank) {}
 
-  // Returns why the lanes can never go on, or nothing. Call it at intervals. `lanes` and `board`
-  // may both be null. Then it returns nothing, and tell does nothing.
+  // Returns the reason if the lanes are in a deadlock, else "". Call it at intervals. If `lanes`
+  // and `board` are null, it returns "", and tell() does nothing.
   std::string look();
   // Tells ranks that are stuck that this rank has given up.
   void tell(const std::string& reason);

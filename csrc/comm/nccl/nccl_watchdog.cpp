@@ -180,7 +180,7 @@ void NcclWatchdog::run() {
         lock.unlock();
         const std::string reason =
             with_flight_record(found.late.empty() ? found.error : timeout_message(found.late));
-        // The host may never call check(), so print the reason.
+        // The host may never call check(), which would raise the reason. So print it.
         std::fprintf(stderr, "fsdp_ext: %s\n", reason.c_str());
         abort(reason);
         lock.lock();

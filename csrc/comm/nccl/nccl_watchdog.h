@@ -87,7 +87,7 @@ class NcclWatchdog {
     std::string late;
   };
 
-  // Writes a flight record, and returns `reason` and a sentence that says where the record is.
+  // Writes a flight record. Returns `reason`, followed by a sentence with the record's path.
   std::string with_flight_record(const std::string& reason);
   bool fail(const std::string& reason);
   void run();

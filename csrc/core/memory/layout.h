@@ -33,10 +33,10 @@
 // optimizer steps there (CPUOffloadPolicy). Everything else is on the device. The copies are those
 // that a cast makes, too: gathers send what a kernel has read from the shard, and a kernel writes
 // the reduction's output to the gradient. Kernels read and write pinned memory of the host as their
-// own, on few multiprocessors (CastPlan::crosses_pcie). Only the host needs more: events do not
-// order its work. So the end of a forward waits until shards have been read. Between passes,
-// reshard() and waits for unshard() do so, too. The end of a backward waits until gradients have
-// been written.
+// own, on few multiprocessors (CastPlan::crosses_pcie). Events do not order the host's own work, so
+// the host has to wait. The end of a forward waits until kernels have read the shards. Between
+// passes, reshard() and waits for unshard() do so, too. The end of a backward waits until kernels
+// have written the gradients.
 //
 // The first R * q elements of a parameter's region in the unsharded buffer are the parameter. It is
 // a contiguous view, also if N does not divide R. Every start is aligned to 16 bytes in every

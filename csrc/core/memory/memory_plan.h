@@ -78,8 +78,9 @@ struct ReduceMemory {
   std::size_t output_bytes = 0;  // two halves, with pieces or replicas
   bool any_in_pieces = false;
   bool packs_ahead = false;  // Note [packing ahead] in core/reduce/reducer.h
-  // The most bytes of unsharded gradients that the running bucket and the one in flight may have
-  // together: Note [gradient lifetime] in core/reduce/packed_gradients.h.
+  // The limit of unsharded gradients, in bytes, of two buckets together: the one in backward, and
+  // the one whose packing is in flight. See Note [gradient lifetime] in
+  // core/reduce/packed_gradients.h.
   std::size_t most_gradients = 0;
 };
 

@@ -275,7 +275,7 @@ class ParamsOnMesh:
     ranks: Ranks  # the mesh
     # The parameters, with names for error messages.
     params: dict[nn.Parameter, str] = field(default_factory=dict)
-    # The sharded dimension of each parameter for which it is not 0.
+    # The sharded dimension of each parameter that is not sharded over dimension 0.
     shard_dims: dict[nn.Parameter, int] = field(default_factory=dict)
 
 

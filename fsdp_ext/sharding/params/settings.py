@@ -95,7 +95,7 @@ class RootSettings:
 
     prefetch: int  # how many buckets' all-gathers are in flight ahead of the unit that runs
     bucket_bytes: tuple[int, ...]  # for each unit, the size up to which its bucket may grow
-    # For each unit, the largest message of its gathers and of its reductions; 0 for any size.
+    # For each unit, the largest size of a gather's message and of a reduction's; 0 means no limit.
     message_limits: tuple[tuple[int, int], ...]
     reshard_after_forward: tuple[bool, ...]  # for each unit, whether it is resharded after forward
 

@@ -1,4 +1,4 @@
-// The driver's functions that cudaGetDriverEntryPointByVersion returns: for virtual memory, and for
+// Stand-ins for driver functions that cudaGetDriverEntryPointByVersion returns: virtual memory, and
 // the state of a context. Each allocation can be mapped once, and only as a whole.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
