@@ -42,9 +42,15 @@ using Reached = std::map<const FakeStream*, std::size_t>;
 struct FakeStream {
   explicit FakeStream(const std::string& name) : queue(name, kTimeout) {}
   HostStream queue;
+  std::mutex mutex;  // of `after`: a stream's thread may free memory, which enqueues work
   Reached after;
   std::shared_ptr<Capture> capture;
   std::set<std::size_t> heads;  // the nodes that the next captured node comes after
+
+  Reached reached() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return after;
+  }
 };
 
 struct FakeEvent {
@@ -98,7 +104,10 @@ void enqueue(void* stream, std::function<void()> work) {
     on.heads = {on.capture->nodes.size() - 1};
     return;
   }
-  on.after[&on] += 1;
+  {
+    const std::lock_guard<std::mutex> lock(on.mutex);
+    on.after[&on] += 1;
+  }
   on.queue.enqueue(std::move(work));
   HostEvent begun;  // rings the doorbell: a GPU starts work without a record behind it
   on.queue.record(begun);
@@ -113,8 +122,8 @@ cudaStream_t new_stream(const std::string& name) {
 void synchronize(cudaStream_t stream) { as_stream(stream)->queue.synchronize(); }
 
 bool waits_for_all_of(void* stream, void* other) {
-  const FakeStream& last = *as_stream(other);
-  return as_stream(stream)->after[&last] == last.after.at(&last);
+  FakeStream* const last = as_stream(other);
+  return as_stream(stream)->reached()[last] == last->reached().at(last);
 }
 
 void begin_capture(cudaStream_t origin) {
@@ -259,7 +268,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (recorded.has_time) {
       on.queue.stamp(recorded.reached);
     }
-    recorded.after = on.after;
+    recorded.after = on.reached();
     on.queue.record(recorded.event);
   }
   return cudaSuccess;
@@ -277,9 +286,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     if (on.capture != nullptr) {
       return cudaErrorStreamCaptureIsolation;
     }
-    for (const auto& [from, number] : awaited.after) {
-      std::size_t& reached = on.after[from];
-      reached = std::max(reached, number);
+    {
+      const std::lock_guard<std::mutex> lock(on.mutex);
+      for (const auto& [from, number] : awaited.after) {
+        std::size_t& reached = on.after[from];
+        reached = std::max(reached, number);
+      }
     }
     on.queue.wait(awaited.event, fsdp::test::kWait);
     return cudaSuccess;
