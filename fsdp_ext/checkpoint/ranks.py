@@ -5,9 +5,10 @@
 # and writes one answer for each, under a key that ends with the message's number. A rank that gives
 # up overwrites its message with null, and rank 0 remembers the number of the last message that it
 # read from each rank. So a stale message is not read in a later agreement, unless the store did not
-# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank. When
-# such a rank comes, it is either late for that agreement or early for the next one. It waits _GRACE
-# for an answer, and then raises rank 0's reason.
+# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank, and
+# deletes it when it begins its next agreement. A rank that finds a reason is either late for the
+# agreement that rank 0 gave up, or early for the next one with the same key. It waits _GRACE for an
+# answer, and then raises rank 0's reason.
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ from fsdp_ext.comm.store_calls import StoreCalls
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
-_GRACE = 5.0  # seconds
+_GRACE = 60.0  # seconds
 
 _GAVE_UP = "/gave_up"
 
 _numbers = itertools.count(1)  # of this process's messages
 # The number of the message that rank 0 has taken last, by group and key.
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+# The keys under which rank 0 has left the reason of its last failure, by group.
+_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
@@ -121,7 +124,8 @@ class Ranks:
         message = {"ok": value} if failure is None else self._failed(self.rank, failure)
         if self.rank == 0:
             taken = _taken.setdefault(self._group, {})
-            decision = self._decide(what, message, decide, taken)
+            reasons = _reasons.setdefault(self._group, [])
+            decision = self._decide(what, message, decide, taken, reasons)
         else:
             decision = self._follow(what, message)
         if failure is not None:
@@ -159,8 +163,11 @@ class Ranks:
         message: Any,
         decide: Callable[[list[Any]], Any],
         taken: dict[str, int],
+        reasons: list[str],
     ) -> Any:
         """Decide on rank 0, and tell the others, also if that fails."""
+        while reasons:
+            self._calls.ask_if_possible(partial(self._store.delete_key, reasons.pop()))
         failure: Exception | None = None
         looks = {
             rank: partial(self._new_message, self._key(what, rank), taken)
@@ -183,6 +190,7 @@ class Ranks:
         taken |= numbers
         self._answers = [_answer_key(key, number) for key, number in numbers.items()]
         late = [self._key(what, rank) + _GAVE_UP for rank in looks.keys() - came.keys()]
+        reasons += late
         told = [*self._answers, *late]
         tell = partial(self._store.multi_set, told, [json.dumps(decision)] * len(told))
         if failure is not None:

@@ -629,6 +629,31 @@ def test_a_late_rank_is_told_that_rank_0_gave_up() -> None:
     assert run_ranks(_come_after_rank_0_gave_up, 2, timeout=60.0) == [["new 0", "new 1"]] * 2
 
 
+def _come_early_after_rank_0_gave_up() -> list[str]:
+    group = dist.group.WORLD
+    Ranks(group).agree("a first save", "", list)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="waited 0 s in a save for rank 1"):
+            Ranks(group, timedelta(seconds=0.2)).agree("a save", "left out by rank 1", list)
+    Ranks(group).agree("a later save", "", list)
+    store = dist.distributed_c10d._get_default_store()
+    look = Ranks._read
+
+    def note_look(self: Ranks, key: str) -> Any:
+        found = look(self, key)
+        store.set("rank 1 looked", "")
+        return found
+
+    with mock.patch.object(ranks, "_GRACE", 0.0), mock.patch.object(Ranks, "_read", note_look):
+        if dist.get_rank() == 0:
+            store.wait(["rank 1 looked"])
+        return Ranks(group).agree("a save", f"new {dist.get_rank()}", list)
+
+
+def test_an_early_rank_is_not_told_of_an_agreement_before_the_last_one() -> None:
+    assert run_ranks(_come_early_after_rank_0_gave_up, 2, timeout=60.0) == [["new 0", "new 1"]] * 2
+
+
 class KeepsLargest(torch.optim.SGD):
     """Keeps as states the largest values of this rank's shard or, with ``of_all``, of all shards.
 
