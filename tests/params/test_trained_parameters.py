@@ -19,7 +19,15 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp_ext import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdp_ext import (
+    FullyShardedDataParallel as FSDP,
+)
+from fsdp_ext import (
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from fsdp_ext.sharding.root import module_changes
 
 
@@ -278,18 +286,27 @@ def _kept_slots() -> None:
     assert torch.equal(output_of(model), model.head.bias.full_tensor().expand(2, 4))
 
 
-def _cast_without_peers() -> None:
-    model = Model()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-    before = output_of(model)
-    for param in model.parameters():
-        param.data.mul_(2)  # leaves no version
-    assert not torch.equal(output_of(model), before)
+def _casts_without_peers() -> None:
+    def changes_after_a_write(model: nn.Module) -> bool:
+        before = output_of(model)
+        for param in model.parameters():
+            param.data.mul_(2)  # leaves no version
+        return not torch.equal(output_of(model), before)
+
+    def kept() -> nn.Module:
+        model = Model()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+        return model
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    cpu = torch.device("cpu")
+    assert changes_after_a_write(FSDP(Model(), mixed_precision=mixed, device_id=cpu))
+    assert not changes_after_a_write(kept())
 
 
-def test_one_rank_casts_again_for_each_evaluation() -> None:
-    run_ranks(_cast_without_peers, 1)
+def test_fsdp1_on_one_rank_casts_for_each_evaluation() -> None:
+    run_ranks(_casts_without_peers, 1)
 
 
 def test_evaluations_that_keep_parameters_gather_once() -> None:

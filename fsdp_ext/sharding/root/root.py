@@ -406,8 +406,9 @@ class Root(UnitTree):
         unit = self.units[number]
         asked = unit.settings
         # Note [after an evaluation] in csrc/core/gather/unit_gather.h
+        casts_anew = asked.shows_accumulated and unit.world_size == 1  # FSDP1's NO_SHARD
         settings.keeps_slot_after_evaluation = (
-            asked.reshard_after_forward is False and unit.world_size > 1
+            asked.reshard_after_forward is False and not casts_anew
         )
         settings.unshards_in_backward = asked.unshard_in_backward
         settings.requires_gradient_sync = asked.requires_gradient_sync and (
