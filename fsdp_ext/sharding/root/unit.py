@@ -476,7 +476,8 @@ class Unit(ParamGroup):
         if _is_in_use(now, besides=self):
             raise ValueError(
                 f"parameter '{param.name}' was replaced by one that another unit still has, and "
-                "each unit needs memory of its own. Replace it by a clone: "
+                "each unit needs memory of its own. If the two are tied, tie them first and make "
+                "one unit of both modules: fully_shard([a, b]). Otherwise replace it by a clone: "
                 "nn.Parameter(other.detach().clone())."
             )
 
