@@ -217,6 +217,31 @@ TEST_F(NcclPaths, AreRefusedWhereAVariableMakesCommunicatorsNonBlocking) {
   }
 }
 
+// NCCL overrides the settings of all communicators by this variable. FSDP2's documentation sets 2.
+TEST_F(NcclPaths, FollowThePolicyOfNcclsVariable) {
+  const auto path_with = [&](const char* value, LaneUse use, int version, int nodes = 1) {
+    setenv("NCCL_CTA_POLICY", value, 1);
+    return path(version, use, kUndefined, nodes);
+  };
+  EXPECT_EQ(path_with("2", LaneUse::Gathers, 22809).settings.cta_policy, kZeroCtas);
+  EXPECT_TRUE(path_with("2", LaneUse::Gathers, 22809).symmetric_outputs);
+  EXPECT_FALSE(path_with("2", LaneUse::Gathers, 22809, /*nodes=*/2).symmetric_outputs);
+  EXPECT_FALSE(path_with("2", LaneUse::Reductions, 22809).symmetric_outputs);
+  EXPECT_TRUE(path_with("1", LaneUse::Gathers, 22809).cuts_groups());
+  EXPECT_TRUE(path_with("1", LaneUse::Reductions, 22809).registers_gradients());
+  EXPECT_EQ(path_with("", LaneUse::Gathers, 22809).settings.cta_policy, kUndefined);
+  setenv("NCCL_CTA_POLICY", "2", 1);
+  EXPECT_EQ(refusal(22809, kZeroCtas), kNothingThrown);
+  for (const int policy : {kEfficiencyPolicy, kAutoPolicy}) {
+    EXPECT_SAYS(refusal(22809, policy),
+                "NCCL_CTA_POLICY=2 overrides another cta_policy in FSDP_EXT_NCCL_GATHER. Unset "
+                "one of the two.");
+  }
+  setenv("NCCL_CTA_POLICY", "ZERO", 1);
+  EXPECT_SAYS(refusal(22809, kUndefined), "NCCL_CTA_POLICY is 'ZERO'. Pass 0 (default), 1");
+  unsetenv("NCCL_CTA_POLICY");
+}
+
 // Otherwise a kernel could start before the stream's earlier work has ended.
 TEST_F(NcclPaths, RunNoSymmetricKernelBefore2307) {
   nccl::LaneSettings copies;

@@ -42,12 +42,13 @@ std::string obstacle_to_copies(const nccl::Api& api, const NcclOptions& options)
   return "";
 }
 
+std::string value_of(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? text : "";
+}
+
 // See Note [symmetric kernels] and Note [blocking communicators].
 void check_environment(const nccl::Api& api, const NcclOptions& options) {
-  const auto value_of = [](const char* variable) {
-    const char* text = std::getenv(variable);
-    return std::string(text != nullptr ? text : "");
-  };
   const std::string blocking = value_of("NCCL_COMM_BLOCKING");
   FSDP_CHECK(
       blocking.empty() || std::strtoll(blocking.c_str(), nullptr, 0) != 0, "NCCL_COMM_BLOCKING='",
@@ -68,6 +69,14 @@ void check_environment(const nccl::Api& api, const NcclOptions& options) {
   check("NCCL_SYM_KERNEL", value_of("NCCL_SYM_KERNEL").find("LL") == std::string::npos);
 }
 
+// The policy that NCCL gives all communicators, whatever their own settings are.
+int policy_of_all() {
+  const std::string text = value_of("NCCL_CTA_POLICY");
+  FSDP_CHECK(text.empty() || text == "0" || text == "1" || text == "2", "NCCL_CTA_POLICY is '",
+             text, "'. Pass 0 (default), 1 (efficiency) or 2 (zero), or unset it.");
+  return text.empty() ? nccl::kUndefined : text[0] - '0';
+}
+
 // What "auto" stands for: the fewest thread blocks that are safe here.
 int chosen_policy(const nccl::Api& api, LaneUse use, const NcclOptions& options) {
   if (!registers_buffers(api, options)) {
@@ -85,20 +94,25 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   check_environment(api, options);
   LanePath path;
   path.settings = gathers ? options.gather : options.reduce;
+  const char* variable = gathers ? "FSDP_EXT_NCCL_GATHER" : "FSDP_EXT_NCCL_REDUCE";
   int& policy = path.settings.cta_policy;
-  if (policy == nccl::kZeroCtas) {
-    const std::string obstacle = obstacle_to_copies(api, options);
-    FSDP_CHECK(obstacle.empty(), gathers ? "FSDP_EXT_NCCL_GATHER" : "FSDP_EXT_NCCL_REDUCE",
-               " has cta_policy=zero, but ", obstacle,
-               ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
-  }
+  const int of_all = policy_of_all();
+  FSDP_CHECK(of_all == nccl::kUndefined || policy == nccl::kUndefined || policy == of_all,
+             "NCCL_CTA_POLICY=", of_all, " overrides another cta_policy in ", variable,
+             ". Unset one of the two.");
+  const std::string obstacle = obstacle_to_copies(api, options);
+  FSDP_CHECK(policy != nccl::kZeroCtas || obstacle.empty(), variable, " has cta_policy=zero, but ",
+             obstacle, ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
   if (policy == nccl::kAutoPolicy) {
     policy = chosen_policy(api, use, options);
+  } else if (policy == nccl::kUndefined) {
+    policy = of_all;
   }
   path.registers = registers_buffers(api, options);
   const bool is_safe = path.registers && api.has_safe_symmetric_kernels() &&
                        !(gathers && first_copies_hang(api, options));
-  const bool copies = gathers && policy == nccl::kZeroCtas;
+  // Without windows, NCCL ignores "zero": NCCL_CTA_POLICY may set it where there is an obstacle.
+  const bool copies = gathers && policy == nccl::kZeroCtas && path.registers && obstacle.empty();
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);
   return path;
