@@ -188,6 +188,12 @@ def bench_part() -> list[Step]:
     return [
         bench("pack", 20),
         bench("step", 50),
+        bench(
+            "step",
+            50,
+            name="step, packing on 66",
+            environment={"FSDP_EXT_PACK_MULTIPROCESSORS": "66"},
+        ),
         bench("host_overhead", 150, "--quick", not_emulated=LARGE),
         bench("optimizer", 30, "--quick", not_emulated=LARGE),
         bench("memory", 90),
@@ -211,15 +217,8 @@ def more_part() -> list[Step]:
 def bench(benchmark: str, limit: int, *options: str, name: str = "", **more: Any) -> Step:
     """Return the step of a benchmark."""
     command = [sys.executable, "-m", "bench", benchmark, "--device", "cuda", *options]
-    return Step(
-        name or benchmark,
-        command,
-        limit,
-        {},
-        json=True,
-        takes_spare=True,
-        **more,
-    )
+    more = {"environment": {}, "json": True, "takes_spare": True, **more}
+    return Step(name or benchmark, command, limit, **more)
 
 
 def of_machine(name: str, limit: int, *options: str, shares: bool = False) -> Step:

@@ -177,7 +177,7 @@ def test_steps_of_several_ranks_need_the_trial_of_two(gpu_check: ModuleType, par
 def test_no_step_of_ours_is_in_two_parts(gpu_check: ModuleType) -> None:
     assert gpu_check.PARTS == NAMES
     commands = [
-        tuple(step.command)
+        (*step.command, *step.environment.items())
         for part in NAMES
         for step in gpu_check.steps("9.0", part)
         if step.name != "build" and not step.of_machine
