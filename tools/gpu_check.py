@@ -202,15 +202,19 @@ def bench_part() -> list[Step]:
 
 
 def more_part() -> list[Step]:
-    """Return the other benchmarks that measure something on one GPU."""
+    """Return the other benchmarks."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    shared = {} if devices > 1 else {"shares": True, "needs": TRIAL}
     return [
         bench("overlap", 60, "--quick", not_emulated=LARGE),
         bench("step", 100, "--compile", name="compiled step"),
         bench("step", 100, "--offload", name="offloaded step"),
         Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
         two_ranks(),
-        # Last, because its ranks share the GPU: it shows that collectives work, but no times.
-        bench("collectives", 60, "--quick", shares=True, needs=TRIAL),
+        # Last, because ranks that share the GPU show that collectives work, but no times.
+        bench("collectives", 60, "--quick", "--ranks", str(max(2, devices)), **shared),
     ]
 
 

@@ -174,6 +174,17 @@ def test_steps_of_several_ranks_need_the_trial_of_two(gpu_check: ModuleType, par
     assert all(step.needs == gpu_check.TRIAL for step in several), several
 
 
+def test_collectives_have_a_rank_on_each_of_several_devices(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for devices, ranks, needs in ((1, "2", gpu_check.TRIAL), (8, "8", "")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda it=devices: it)
+        collectives = gpu_check.steps("9.0", "more")[-1]
+        assert collectives.command[-2:] == ["--ranks", ranks]
+        assert collectives.needs == needs
+        assert collectives.shares == (needs != "")
+
+
 def test_no_step_of_ours_is_in_two_parts(gpu_check: ModuleType) -> None:
     assert gpu_check.PARTS == NAMES
     commands = [
