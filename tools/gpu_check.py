@@ -9,7 +9,7 @@ tests   tries torch and NCCL without fsdp_ext, runs all of tests/gpu, and the sa
 bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory,
         checkpoints
 more    overlap, a compiled step, a step with shards on the host, a trace of a step over 8 simulated
-        ranks, loading of kernels, collectives
+        ranks, collectives
 
 All parts begin with the build. Steps that try the machine are in each part that needs them, and
 every other step belongs to one part.
