@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.launcher import run_ranks
 from support.planned import Block, Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -234,30 +235,35 @@ def test_too_little_memory_for_the_ring_says_what_to_do() -> None:
     run_ranks(_too_little_memory, 1, timeout=100.0, device="cuda")
 
 
-def _offloaded_peaks() -> None:
+def _peak_of_fsdp2(policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> int:
+    model: Any = Net()
+    mesh = init_device_mesh("cuda", (8,))
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    for unit in [*model.blocks, model]:
+        torch_fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        model(tokens).sum().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - _blas_workspace_bytes()
+
+
+def _peaks_are_planned() -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    mesh = init_device_mesh("cuda", (8,))
-    offload = CPUOffloadPolicy()
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        model: Any = Net()
-        for unit in [*model.blocks, model]:
-            torch_fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        for _ in range(2):
-            model.zero_grad()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            model(tokens).sum().backward()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - _blas_workspace_bytes()
+    policies = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for policy, offload in product(policies, (OffloadPolicy(), CPUOffloadPolicy())):
+        gc.collect()  # the model before
+        peak = _peak_of_fsdp2(policy, offload)
+        settings: Any = {"mp_policy": policy, "offload_policy": offload, "optimizer_states": 0}
         with torch.device("meta"):
-            planned = plan(Net(), 8, units=Block, mp_policy=policy, offload_policy=offload)
-        of_plan = planned.memory.fsdp2_peak
+            of_plan = plan(Net(), 8, units=Block, **settings).memory.fsdp2_peak
         assert of_plan is not None
         assert 0.98 * peak <= of_plan <= peak  # the rest is activations
 
 
 @pytest.mark.timeout(120)
-def test_plan_knows_the_peak_of_fsdp2_with_offloaded_shards() -> None:
-    run_ranks(_offloaded_peaks, 1, timeout=100.0, device="cuda")
+def test_plan_knows_the_peak_of_fsdp2() -> None:
+    run_ranks(_peaks_are_planned, 1, timeout=100.0, device="cuda")
