@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_ext._util.numbers import bytes_in
 from fsdp_ext._util.tables import size
@@ -106,6 +106,10 @@ def _add_options(add: Callable[..., object]) -> None:
     add("--bucket-bytes", **nbytes, help="size up to which units share a bucket")
     add("--max-message-bytes", **nbytes, help="size of the largest message; by default any")
     add("--prefetch", **number, help="how many buckets to gather ahead")
+    kept = "whether shards that are cast are kept in that dtype; by default on the CPU alone"
+    add("--keep-gather-inputs", action=argparse.BooleanOptionalAction, help=kept)
+    offload = {"action": "store_const", "const": CPUOffloadPolicy(), "dest": "offload_policy"}
+    add("--offload", **offload, help="shards and gradients are in the host's memory")
     states = "tensors that the optimizer keeps per parameter, by default 2"
     add("--optimizer-states", **number, default=2, help=states)
     attached = "the optimizer steps units in backward; see optimizer.attach(model)"

@@ -942,6 +942,21 @@ def test_the_command_plans_attached_optimizers(
     assert "leave out --flops-per-second to plan only the memory" in capsys.readouterr().err
 
 
+def test_the_command_plans_kept_gather_inputs_and_offloaded_shards(
+    factory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan_factory:make", "--world-size", "16", "--units", "Block"]
+    arguments += ["--param-dtype", "bfloat16"]
+    kept = []
+    for more in ([], ["--keep-gather-inputs"], ["--no-keep-gather-inputs"]):
+        assert run([*arguments, *more, "--json", str(factory / "plan.json")]) == 0
+        kept.append(json.loads((factory / "plan.json").read_text())["memory"]["gather_inputs"] > 0)
+    assert kept == [False, True, False]
+    capsys.readouterr()
+    assert run([*arguments, "--offload"]) == 0
+    assert "in the host's memory" in capsys.readouterr().out
+
+
 def test_the_command_ends_with_1_where_memory_does_not_do(
     factory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
