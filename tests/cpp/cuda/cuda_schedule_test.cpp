@@ -608,12 +608,15 @@ TEST(CudaReductions, GradientsLendTheirMemoryWhileThereAreNone) {
 // See Note [shards and gradients in windows]. Without a cast, each gather reads the flat shard, and
 // each reduction writes the flat gradient.
 TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
-  for (const int bucket_units : {1, 2}) {
+  const auto train = [](int bucket_units, int gather_policy) {
     FakeNccl& nccl = fake();
     nccl.registered_gathers = nccl.registered_reductions = nccl.plain_reductions = 0;
+    nccl.copied_gathers = nccl.switch_gathers = nccl.ring_gathers = 0;
     std::atomic<std::uint64_t> gathers{0};
     std::atomic<std::uint64_t> reductions{0};
-    on_ranks(by_switch({2, kDirectBytes, bucket_units}), [&](Rank& rank, int r) {
+    Setting setting = by_switch({2, kDirectBytes, bucket_units});
+    setting.gather_policy = gather_policy;
+    on_ranks(setting, [&](Rank& rank, int r) {
       for (int step = 0; step < 3; ++step) {
         rank.step(static_cast<float>(r + 1 + step), mean_of(2, step));
         rank.optimizer_step();
@@ -624,9 +627,20 @@ TEST(CudaWindows, GathersAndReductionsUseWindowsAlone) {
     EXPECT_EQ(static_cast<std::uint64_t>(nccl.registered_gathers), gathers);
     EXPECT_EQ(static_cast<std::uint64_t>(nccl.registered_reductions), reductions);
     EXPECT_EQ(nccl.plain_reductions, 0);
+    const auto all_with = [&](int policy) {
+      return gather_policy == policy ? nccl.registered_gathers.load() : 0;
+    };
+    EXPECT_EQ(nccl.copied_gathers, all_with(nccl::kZeroCtas));
+    EXPECT_EQ(nccl.switch_gathers, all_with(nccl::kEfficiencyPolicy));
+    EXPECT_EQ(nccl.ring_gathers, 0);
     EXPECT_EQ(nccl.overlapping_windows, 0);
     EXPECT_EQ(nccl.registered_buffers, 0);
     EXPECT_EQ(nccl.live_buffers, 0);
+  };
+  for (const int bucket_units : {1, 2}) {
+    for (const int policy : {nccl::kUndefined, nccl::kEfficiencyPolicy, nccl::kZeroCtas}) {
+      train(bucket_units, policy);
+    }
   }
 }
 

@@ -324,6 +324,7 @@ struct Setting {
   int times_rows = 5;  // by so much
   // Reductions go by the switch, and their outputs have to be registered for that.
   bool reduces_by_switch = false;
+  int gather_policy = nccl::kUndefined;
 
   int ranks() const { return world_size * sets; }
   bool is_expert(int unit) const { return experts > 0 && (unit == 2 || unit == 3); }
@@ -348,7 +349,8 @@ class Rank {
   Rank(int number, Setting setting, const Ids& ids, int layers, std::atomic<int>& wrong) {
     compute_stream = new_stream("compute");
     const int rank = number % setting.world_size;
-    lanes = connect(ids.of_set, rank, setting.world_size, setting.reduces_by_switch);
+    lanes = connect(ids.of_set, rank, setting.world_size, setting.reduces_by_switch,
+                    setting.gather_policy);
     if (setting.sets > 1) {
       replicas = connect(ids.of_replicas, number / setting.world_size, setting.sets);
     }
@@ -474,9 +476,12 @@ class Rank {
   cudaStream_t side_stream = nullptr;
   std::size_t side_param = kParams;
   static std::unique_ptr<Lanes> connect(const nccl::UniqueId& id, int rank, int size,
-                                        bool reduces_by_switch = false) {
+                                        bool reduces_by_switch = false,
+                                        int gather_policy = nccl::kUndefined) {
     auto device = make_cuda_device(0, kTimeout, {&current_stream, &allocate_for});
     NcclOptions options{rank, size, kTimeout, true};
+    options.gather.cta_policy = gather_policy;
+    options.driver = 13000;
     if (reduces_by_switch) {
       options.reduce.cta_policy = nccl::kEfficiencyPolicy;
     }
