@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from ctypes.util import find_library
 
 import torch
 
@@ -54,6 +55,11 @@ def describe() -> dict[str, str]:
             f"CUDA, which torch has ({torch.version.cuda}): install again with FORCE_CUDA=1 and "
             "CUDA_HOME set to a toolkit of the same major version, 12.5 or newer"
         )
+    elif find_library("cuda") is not None:
+        lines["missing"] = (
+            "CUDA in torch, although this machine has NVIDIA's driver: install a torch with CUDA, "
+            "and then fsdp_ext again"
+        )
     return lines
 
 
@@ -78,10 +84,19 @@ def _describe_transport(device_type: str) -> str:
     )
 
 
+def _describe_gpu() -> str:
+    name = torch.cuda.get_device_name()
+    try:
+        _C.Packer(gpu=0)  # loads all kernels
+    except RuntimeError as error:
+        return f"{name}. {error}"
+    return name
+
+
 def _describe_cuda() -> dict[str, str]:
     lines = {
         "CUDA": f"{_build_info.CUDA_VERSION}, for {', '.join(_build_info.CUDA_ARCHITECTURES)}",
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees none",
+        "GPU": _describe_gpu() if torch.cuda.is_available() else "torch sees none",
     }
     try:
         version, path, registration, between_nodes = _C.describe_nccl(nccl_libraries())

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_ext import _C, _build_info, fully_shard
-from fsdp_ext.__main__ import main
+from fsdp_ext.__main__ import describe, main
 from fsdp_ext.comm import lanes, rendezvous, transports
 from fsdp_ext.comm.lanes import lanes_of
 from fsdp_ext.comm.meeting import store_of_attempt
@@ -311,6 +311,21 @@ def test_the_module_shows_the_transports(
     *of_gpus, on_host = shown("process_group")
     assert all(text.startswith("none: FSDP_EXT_TRANSPORT is ") for text in of_gpus)
     assert on_host == "process_group (FSDP_EXT_TRANSPORT)"
+
+
+def test_the_module_says_what_keeps_gpus_from_being_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_kernels(gpu: int) -> None:
+        raise RuntimeError(f"This build of fsdp_ext has no kernels for GPU {gpu}.")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for library, is_missing in ((None, False), ("libcuda.so.1", True)):
+        monkeypatch.setattr("fsdp_ext.__main__.find_library", lambda name, it=library: it)
+        assert ("install a torch with CUDA" in describe().get("missing", "")) == is_missing
+    monkeypatch.setattr(_build_info, "BUILD_KIND", "CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr("fsdp_ext._C.Packer", without_kernels)
+    assert describe()["GPU"] == "Some GPU. This build of fsdp_ext has no kernels for GPU 0."
 
 
 def _nobody_there() -> None:
