@@ -266,15 +266,27 @@ def test_large_models_take_no_more_memory_than_under_fsdp2(
         assert f" {' | '.join(cells)} |" in _MEMORY.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("ranks", "policy"), [(64, HALF_ON_THE_WIRE), (64, FP32), (1024, HALF)])
-def test_higher_peaks_are_documented(ranks: int, policy: MixedPrecisionPolicy) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "policy", "fused"),
+    [
+        (8, HALF_ON_THE_WIRE, [True, False]),
+        (64, HALF_ON_THE_WIRE, [True, False]),
+        (64, FP32, [True]),
+        (1024, HALF, [True]),
+    ],
+)
+def test_higher_peaks_are_documented(
+    ranks: int, policy: MixedPrecisionPolicy, fused: list[bool]
+) -> None:
     with torch.device("meta"):
         model = Llama(*LLAMA_8B)
     units: Units = [LlamaLayer, model.embedding, model.head]
-    memory = plan(model, ranks, units=units, mp_policy=policy, optimizer_fused=True).memory
-    assert memory.fsdp2_peak is not None
-    cell = f" {memory.peak / 2**30:.2f}, {memory.fsdp2_peak / 2**30:.2f} |"
-    assert cell in _MEMORY.read_text(encoding="utf-8")
+    cells = []
+    for is_fused in fused:
+        memory = plan(model, ranks, units=units, mp_policy=policy, optimizer_fused=is_fused).memory
+        assert memory.fsdp2_peak is not None
+        cells.append(f"{memory.peak / 2**30:.2f}, {memory.fsdp2_peak / 2**30:.2f}")
+    assert f" {' | '.join(cells)} |" in _MEMORY.read_text(encoding="utf-8")
 
 
 # - What plan shows
