@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.patching import lazy_tensors, namespaces, static_methods
+from fsdp_ext.patching import clipping, lazy_tensors, namespaces, static_methods
 
 _SHOWN = 8  # names in a warning
 
@@ -23,6 +23,7 @@ class Patch:
             namespaces.put_ours()
             static_methods.serve_both()
             lazy_tensors.read_when_set()
+            clipping.serve_both()
         _patches += 1
         self._is_undone = False
 
@@ -44,6 +45,7 @@ class Patch:
         self._is_undone = True
         _patches -= 1
         if _patches == 0:
+            clipping.serve_torchs()
             lazy_tensors.pass_on()
             static_methods.serve_ours()
             namespaces.put_torchs()
@@ -59,6 +61,7 @@ def patch() -> Patch:
     PyTorch's other public names stay. Its ``FSDPModule``, ``register_fsdp_forward_method`` and
     ``share_comm_ctx`` serve modules of both. Static methods of ``FullyShardedDataParallel``, such
     as ``state_dict_type``, call PyTorch's for models without fsdp_ext's wrappers.
+    ``torch.nn.utils.clip_grad_norm_`` clips parameters of :func:`fully_shard` by fsdp_ext's.
 
     Code that took a name before keeps it, and trains with PyTorch's FSDP as before. A warning names
     the modules that have one.

@@ -9,16 +9,24 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from support.parity import device
+from torch import nn
 
 import fsdp_ext
 
+_TORCHS_CLIP = nn.utils.clip_grad_norm_
+
 
 @contextlib.contextmanager
-def fsdp_of(system: str) -> Iterator[None]:
-    """Let imports of PyTorch's FSDP give a system's, "torch" or "fsdp_ext"."""
+def fsdp_of(system: str, *, clips: bool = False) -> Iterator[None]:
+    """Let imports of PyTorch's FSDP give a system's, "torch" or "fsdp_ext".
+
+    Without `clips`, PyTorch clips for both, so that results can be compared bit for bit.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with fsdp_ext.patch() if system == "fsdp_ext" else contextlib.nullcontext():
+            if not clips:
+                nn.utils.clip_grad_norm_ = _TORCHS_CLIP
             yield
 
 

@@ -87,7 +87,7 @@ def spoil(params: Any, optimizer: Any) -> None:
 
 def train_as_fsdp2(system: str, folder: Path) -> dict[str, Tensor]:
     ranks = dist.get_world_size()
-    with fsdp_of(system):
+    with fsdp_of(system, clips=True):
         strategy = ModelParallelStrategy(
             parallelize, data_parallel_size=ranks, tensor_parallel_size=1
         )
@@ -99,7 +99,7 @@ def train_as_fsdp2(system: str, folder: Path) -> dict[str, Tensor]:
 
 def compare_fsdp2(folder: str) -> None:
     theirs, ours = (train_as_fsdp2(system, Path(folder)) for system in ("torch", "fsdp_ext"))
-    assert_same("PyTorch's", theirs, ours)
+    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms are rounded
 
 
 def test_fabric_accumulates_clips_saves_and_loads_as_with_fsdp2(tmp_path: Path) -> None:

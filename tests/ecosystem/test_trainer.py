@@ -10,7 +10,7 @@ from ecosystem.accelerates import accelerate_on_these_ranks, present_cpus_as_gpu
 from ecosystem.families import FAMILIES, LENGTH, VOCABULARY, subject
 from ecosystem.systems import fsdp_of
 from support.launcher import run_ranks
-from support.parity import assert_same, device
+from support.parity import ROUNDING, assert_same, device
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -34,7 +34,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 def train(system: str, folder: Path) -> dict[str, Any]:
     """Return the logged losses and norms, and the saved model's parameters."""
-    with accelerate_on_these_ranks(), fsdp_of(system):
+    with accelerate_on_these_ranks(), fsdp_of(system, clips=True):
         torch.manual_seed(0)
         model = subject("llama")
         arguments = TrainingArguments(
@@ -71,7 +71,7 @@ def train(system: str, folder: Path) -> dict[str, Any]:
 
 def compare(folder: str) -> None:
     theirs, ours = (train(system, Path(folder)) for system in ("torch", "fsdp_ext"))
-    assert_same("PyTorch's", theirs, ours)
+    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms are rounded
 
 
 def test_the_trainer_logs_the_losses_of_fsdp2_and_saves_its_parameters(tmp_path: Path) -> None:

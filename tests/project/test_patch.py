@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import os
 import pickle
 import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ import torch
 import torch.distributed as dist
 from support.launcher import run_ranks
 from support.matrix import exhaustive
+from support.parity import whole
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as torchs_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.fsdp import _traversal_utils as traversal
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 import fsdp_ext
 from fsdp_ext.patching import api as patching_api
@@ -56,6 +61,7 @@ TORCHS = types.SimpleNamespace(
     _get_fsdp_states=traversal._get_fsdp_states,
     _get_fsdp_states_with_modules=traversal._get_fsdp_states_with_modules,
 )
+TORCHS_CLIP = nn.utils.clip_grad_norm_
 
 
 def given() -> dict[str, Any]:
@@ -91,6 +97,7 @@ def state_of_torch() -> dict[str, Any]:
     """Return everything that a patch could leave changed."""
     state: dict[str, Any] = {}
     state["set_model_state_dict"] = torchs_checkpointing.set_model_state_dict
+    state["clip_grad_norm_"] = nn.utils.clip_grad_norm_, clip_grad.clip_grad_norm_
     for name in NAMESPACES:
         module = importlib.import_module(name)
         state |= {name: type(module)} | {f"{name}.{k}": v for k, v in vars(module).items()}
@@ -429,6 +436,113 @@ def _versions() -> None:
 
 def test_set_model_state_dict_passes_on_the_versions_of_modules() -> None:
     run_ranks(_versions, 1)
+
+
+# - Clipping
+
+
+def _sharded() -> nn.Module:
+    return _shard_all(fsdp_ext.fully_shard)
+
+
+def _clipped(
+    clip: Any, make: Any, *args: Any, given: Any = list, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Return the norm, or the error, and the gradients after a backward."""
+    model = make()
+    torch.manual_seed(1 + dist.get_rank())
+    model(torch.randn(4, 8)).square().sum().backward()
+    try:
+        norm = clip(given(model.parameters()), *args, **options)
+    except Exception as error:
+        norm = error
+    return norm, [whole(param.grad) for param in model.parameters()]
+
+
+def _clips_as_torchs() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    in_parts = lambda: fsdp_ext.fully_shard(  # noqa: E731
+        parallelize_module(_model(), mesh["tp"], plan), mesh=mesh["dp"]
+    )
+    with patched():
+        for make in (_sharded, in_parts):
+            for norm_type in (1, 2.0, "inf"):
+                theirs, expected = _clipped(TORCHS_CLIP, make, 0.1, norm_type)
+                assert whole(theirs) > 0.2, "nothing is clipped"
+                for clip in (nn.utils.clip_grad_norm_, clip_grad.clip_grad_norm_):
+                    norm, grads = _clipped(clip, make, 0.1, norm_type, given=iter)
+                    assert norm.device_mesh == theirs.device_mesh
+                    assert all(each.is_replicate() for each in norm.placements)
+                    torch.testing.assert_close([whole(norm), *grads], [whole(theirs), *expected])
+
+
+def _attached() -> nn.Module:
+    model = _sharded()
+    fsdp_ext.optim.SGD(model.parameters(), lr=0.1).attach(model)
+    return model
+
+
+def _infinite(params: Iterator[Any]) -> list[Any]:
+    given = list(params)
+    given[0].grad.mul_(math.inf)
+    return given
+
+
+def _redistributed(params: Iterator[Any]) -> list[Any]:
+    given = list(params)
+    given[0].grad = given[0].grad.redistribute(placements=[Replicate()])
+    return given
+
+
+def _is_torchs() -> None:
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (_model, (0.1,), {}),
+        (lambda: _shard_all(TORCHS.fully_shard), (0.1,), {}),
+        (lambda: fsdp_ext.FullyShardedDataParallel(_model()), (0.1,), {}),  # a flat parameter
+        (_attached, (0.1,), {}),
+        (_sharded, (0.1, -1.0), {}),
+        (_sharded, (0.1,), {"given": lambda params: [*params] * 2}),
+        (_sharded, (0.1,), {"given": _redistributed}),
+        (_sharded, (0.1,), {"given": lambda _: []}),
+        (_sharded, ("x",), {}),
+        (_sharded, (0.1, "x"), {}),
+        (_sharded, (0.1,), {"given": _infinite, "error_if_nonfinite": True}),
+    ]
+    with patched():
+        for number, (make, args, options) in enumerate(cases):
+            (theirs, expected), (ours, grads) = (
+                _clipped(clip, make, *args, **options)
+                for clip in (TORCHS_CLIP, nn.utils.clip_grad_norm_)
+            )
+            assert type(ours) is type(theirs), number
+            assert str(ours) == str(theirs), number
+            assert all(
+                one is other or torch.equal(one, other)
+                for one, other in zip(grads, expected, strict=True)
+            ), number
+        with pytest.warns(UserWarning, match="empty generator"):
+            assert nn.utils.clip_grad_norm_((param for param in ()), 1.0) == 0
+
+
+def _compiled() -> None:
+    with patched():
+        for make in (_model, _sharded):
+            compiled = torch.compile(nn.utils.clip_grad_norm_, backend="eager", fullgraph=True)
+            (theirs, expected), (ours, grads) = (
+                _clipped(clip, make, 0.1) for clip in (TORCHS_CLIP, compiled)
+            )
+            assert torch.equal(whole(ours), whole(theirs))
+            assert all(map(torch.equal, grads, expected))
+
+
+def test_clip_grad_norm_clips_sharded_gradients_as_torchs() -> None:
+    run_ranks(_clips_as_torchs, 4)
+
+
+@pytest.mark.parametrize("work", [_is_torchs, _compiled])
+def test_clip_grad_norm_is_torchs_where_ours_would_differ(work: Callable[[], None]) -> None:
+    run_ranks(work, 2, fresh=work is _compiled)
 
 
 # - The command

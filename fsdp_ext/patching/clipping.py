@@ -1,0 +1,76 @@
+"""PyTorch's ``clip_grad_norm_``, for parameters sharded by fsdp_ext, by PyTorch, or not at all.
+
+Accelerate and Lightning, for example, look the name up in ``torch.nn.utils`` when they clip.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_ext.optim.clip import clip_grad_norm_
+from fsdp_ext.sharding.params.ownership import is_sharded
+from fsdp_ext.sharding.root.unit import owners_of, units_alive
+
+_MODULES, _NAME = ("torch.nn.utils", "torch.nn.utils.clip_grad"), "clip_grad_norm_"
+
+_torchs: dict[str, Any] = {}  # what serve_both has replaced, by module
+
+
+def serve_both() -> None:
+    """Let ``clip_grad_norm_`` call fsdp_ext's for parameters that fsdp_ext has sharded."""
+    for name in _MODULES:
+        module = importlib.import_module(name)
+        _torchs[name] = getattr(module, _NAME)
+        setattr(module, _NAME, _of_both(_torchs[name]))
+
+
+def serve_torchs() -> None:
+    """Undo :func:`serve_both`."""
+    for name, torchs in _torchs.items():
+        setattr(importlib.import_module(name), _NAME, torchs)
+    _torchs.clear()
+
+
+def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(torchs)
+    def clip(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        rest = (max_norm, norm_type, error_if_nonfinite, foreach)
+        if torch.compiler.is_compiling():  # PyTorch's can be traced
+            return torchs(parameters, *rest)
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not (_are_ours(params) and float(norm_type) > 0):
+            return torchs(params or parameters, *rest)  # an empty generator gets a warning
+        try:
+            norm = clip_grad_norm_(params, float(max_norm), norm_type, error_if_nonfinite)
+        except NotImplementedError:  # the caller has redistributed a gradient
+            return torchs(params, *rest)
+        grad = next((param.grad for param in params if isinstance(param.grad, DTensor)), None)
+        if grad is None:
+            return norm
+        everywhere = [Replicate()] * grad.device_mesh.ndim
+        return DTensor.from_local(norm, grad.device_mesh, everywhere, run_check=False)
+
+    return clip
+
+
+def _are_ours(params: list[Any]) -> bool:
+    """Return whether fsdp_ext's function clips these parameters as PyTorch's does."""
+    # PyTorch's function does not reduce over the ranks of flat parameters, as under FSDP1.
+    if not any(is_sharded(param) and isinstance(param, DTensor) for param in params):
+        return False
+    # PyTorch's counts twice what is given twice, and finds no gradients of attached units.
+    ids = set(map(id, params))
+    attached = owners_of(unit for unit in units_alive() if unit.settings.update is not None)
+    return len(ids) == len(params) and ids.isdisjoint(map(id, attached))
