@@ -152,4 +152,6 @@ def explaining_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch.Tensor]) -> None:
     """Multiply gradients in place by the scale that ``scale_on`` returns for their device."""
     for device in {grad.device for grad in grads}:
-        torch._foreach_mul_([grad for grad in grads if grad.device == device], scale_on(device))
+        scale = scale_on(device)
+        if device.type != "cpu" or scale != 1:  # the host would wait for a GPU to read it
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], scale)

@@ -1092,6 +1092,27 @@ def test_clipping_finds_the_parameters_of_a_module() -> None:
         assert (_C.parameters_of(module, nn.Module.named_modules) is not None) == is_plain, name
 
 
+def _gradients_within_the_limit_are_not_written() -> None:
+    model = sharded()
+    backward(model)
+    norm = float(fsdp_ext.clip_grad_norm_(model, math.inf))
+    before = [grad.to_local().clone() for grad in _grads_of(model)]
+    for max_norm, is_written in ((1e6, False), (0.5 * norm, True)):
+        with _CountMultiplications() as counted:
+            fsdp_ext.clip_grad_norm_(model, max_norm)
+        assert bool(counted.calls) == is_written
+        if not is_written:
+            assert all(map(torch.equal, before, map(_local, _grads_of(model))))
+
+
+class _CountMultiplications(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._foreach_mul_.Tensor
+        return func(*args, **(kwargs or {}))
+
+
 def _clipping_keeps_no_model() -> None:
     kept, gone = sharded(), sharded()
     for model in (kept, gone):
@@ -1117,6 +1138,7 @@ def _clipping_keeps_no_model() -> None:
         (_norms_follow_the_dtype_of_gradients, 2),
         (_norms_of_complex_gradients, 1),
         (_a_norm_that_is_not_finite_changes_no_later_one, 2),
+        (_gradients_within_the_limit_are_not_written, 2),
         (_clipping_keeps_no_model, 2),
     ],
 )
