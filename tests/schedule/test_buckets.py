@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fsdp_ext
 from fsdp_ext import Link, MixedPrecisionPolicy, Simulated, describe_buckets, fully_shard
+from fsdp_ext.optim import SGD
 
 WIDTH = 6
 LAYERS = 8
@@ -533,6 +534,9 @@ def _defaults() -> None:
     assert lines[2].startswith("layers.0 to layers.7 (8)")
     assert lines[-2].startswith(f"{LAYERS + 1} units in 2 buckets (bucket_bytes=1,026,000")
     assert lines[-1].startswith("1 slot of ")
+    SGD(model.layers.parameters(), lr=0.1).attach(model.layers)
+    added = set(describe_buckets(model).splitlines()) - set(lines)
+    assert added == {f"an attached optimizer steps {LAYERS} of the units in backward"}
 
 
 def test_describe_buckets_shows_the_default_and_its_memory() -> None:

@@ -65,6 +65,9 @@ def _sentences(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
             f"backward gathers over groups of {' and '.join(map(str, groups))} ranks; what a rank "
             f"keeps for that is {size(sum(bucket['group_shard_bytes'] for bucket in buckets))}"
         )
+    attached = sum(unit.settings.update is not None for unit in root.units)
+    if attached:
+        lines.append(f"an attached optimizer steps {attached} of the units in backward")
     slots = memory["ring_slots"]
     alone = [
         root.impl.layout_of(number).unsharded_bytes
