@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ from support.parity import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
+
+from fsdp_ext.sharding.api import entry
 
 
 def prefetch_next_forward(run: Run) -> None:
@@ -474,3 +478,32 @@ def _unsharded_before_the_first_forward() -> None:
 # The unit is prepared alone, without the units that it prefetches.
 def test_a_unit_with_a_prefetch_list_can_be_unsharded_before_the_first_forward() -> None:
     run_ranks(_unsharded_before_the_first_forward, 2)
+
+
+def _early_gathers(options: dict[str, Any], mesh: tuple[int, int] | None) -> None:
+    """Two equal models train, one of them with early gathers."""
+    with pytest.MonkeyPatch.context() as patched:  # treats the CPU as a GPU
+        patched.setitem(vars(entry), "resolve_offload", lambda policy, _: policy is not None)
+        case = Case("", Stack, options=options, mesh=mesh)
+        early, late = (Sharded(load_system(SYSTEM), case) for _ in range(2))
+    for step in range(3):
+        expected, got = (run.recorded(train_step(run, step)) for run in (late, early))
+        assert_same("without early gathers", expected, got)
+        root = early.model._fsdp_ext_unit.root.impl
+        before = root.counters()["all_gathers"]
+        gather_ahead(early)
+        assert root.counters()["all_gathers"] > before
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "ranks"),
+    [
+        pytest.param({}, (2, 2), 4, id="hybrid sharding"),
+        pytest.param({"reshard_after_forward": 2}, None, 4, id="smaller groups"),
+        pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None, 2, id="offload"),
+    ],
+)
+def test_early_gathers_change_no_numbers_with(
+    options: dict[str, Any], mesh: tuple[int, int] | None, ranks: int
+) -> None:
+    run_ranks(_early_gathers, ranks, options, mesh)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.extended_models import Setup
 from support.launcher import run_ranks
 from support.models import FewRows, FrozenBesideTrainable, Stack, Subject, UnusedParameters
-from support.parity import device, moved
+from support.parity import device, moved, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -707,6 +707,33 @@ def _checked_steps() -> None:
 )
 def test_steps_in_backward_are_those_after_backward(work: Callable[[], None], ranks: int) -> None:
     run_ranks(work, ranks)
+
+
+def _two_models_in_a_group() -> None:
+    """One backward runs through both models, beside PyTorch's optimizer."""
+    found = []
+    for make, attaches in ((torch.optim.AdamW, False), (AdamW, False), (AdamW, True)):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(2)]
+        for model in models:
+            fully_shard(model[0])
+            fully_shard(model)
+        params = [param for model in models for param in model.parameters()]
+        optimizer: Any = make(params, lr=0.01, foreach=True)
+        for model in models if attaches else ():
+            optimizer.attach(model)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            models[1](models[0](torch.randn(4, 6, generator=generator))).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([whole(param) for param in params])
+    for ours in found[1:]:
+        assert all(map(torch.equal, ours, found[0]))
+
+
+def test_parameters_of_two_models_may_share_a_group() -> None:
+    run_ranks(_two_models_in_a_group, 2)
 
 
 # - Errors
