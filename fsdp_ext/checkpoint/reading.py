@@ -28,6 +28,7 @@ from fsdp_ext.checkpoint.tensor_files import (
     digest,
     memory_of,
 )
+from fsdp_ext.checkpoint.transfers import new_tensor
 from fsdp_ext.checkpoint.trees import decode, tensors_in
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -344,7 +345,7 @@ def _read_and_cut(
 ) -> None:
     first, last = rows
     shape = (last - first, *part.shape[1:]) if part.shape else ()
-    read = torch.empty(shape, dtype=part.dtype, device="cpu")
+    read = new_tensor(shape, part.dtype)
     row = read.numel() * read.element_size() // (last - first)
     file.read(name, first * row, memory_of(read))
     target.copy_(read[(slice(None), *inner)] if part.shape else read)
