@@ -101,7 +101,10 @@ def _verify(path: Path) -> int:
     """Read all data of a checkpoint and check it. Return the number of bytes."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
 
-    files = [file for of_kind in Checkpoint(path).files.values() for file in of_kind]
+    checkpoint = Checkpoint(path)
+    for kind in checkpoint.files.keys() - {"extra"}:
+        checkpoint.parts(kind)  # raises if the parts are not the whole tensors
+    files = [file for of_kind in checkpoint.files.values() for file in of_kind]
     nbytes, memory = 0, memoryview(bytearray(16 * BLOCK))
     for file in tqdm(files, unit="file", disable=not files):
         with file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections import defaultdict, deque
@@ -106,7 +107,10 @@ class Checkpoint:
             yield file.tree[key]
 
     def parts(self, kind: str) -> Parts:
-        """Return the parts of each tensor, by name. No part comes twice."""
+        """Return the parts of each tensor, by name. No part comes twice.
+
+        All of its elements are there, so no shape is larger than the files.
+        """
         found: dict[str, dict[Any, tuple[TensorFile, Part]]] = defaultdict(dict)
         for file in self.files[kind]:
             for name, part in file.parts.items():
@@ -118,6 +122,16 @@ class Checkpoint:
                         f"{part.dtype}, and another file one of {first.whole} and {first.dtype}."
                     )
                 of_tensor.setdefault((part.offset, part.shape), (file, part))
+        for name, parts in found.items():
+            file, part = next(iter(parts.values()))
+            stated = math.prod(part.whole)
+            count = sum(math.prod(each.shape) for _, each in parts.values())
+            if count != stated:
+                what = f"lacks {stated - count} of" if count < stated else f"has {count} instead of"
+                raise DamagedFileError(
+                    f"{self.path} {what} the {stated} elements of '{name}', whose shape is "
+                    f"{part.whole} in {file.path.name}."
+                )
         return {name: list(parts.values()) for name, parts in found.items()}
 
     def extra_of(self, rank: int) -> Any:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -32,9 +33,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_ext
 from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint import cli, disk, loading, ranks, saving
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint import disk, loading, ranks, saving
 from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.reading import Checkpoint, Reader
 from fsdp_ext.checkpoint.tensor_files import NAMES, TensorFile, checksum, digest
 from fsdp_ext.checkpoint.trees import encode
 
@@ -139,7 +141,7 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None
     """Change the header of the weights, and make sizes and checksums fit."""
     header = rewrite_header_of(path / FILES[0], change)
     entry = [FILES[0], (path / FILES[0]).stat().st_size, checksum(header)]
-    rewrite_index(path, lambda content: content["files"].update(weights=[entry]))
+    rewrite_index(path, lambda content: content["files"]["weights"].__setitem__(0, entry))
 
 
 def rewrite_header_of(file: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -151,6 +153,13 @@ def rewrite_header_of(file: Path, change: Callable[[dict[str, Any]], None]) -> b
     text = struct.pack("<Q", len(text)) + text
     file.write_bytes(text + data[8 + length :])
     return text
+
+
+def place(header: dict[str, Any], name: str, whole_and_offset: list[list[int]]) -> None:
+    """Change where a header says that a part lies."""
+    ours = json.loads(header["__metadata__"]["fsdp_ext"])
+    ours["parts"][name][:2] = whole_and_offset
+    header["__metadata__"]["fsdp_ext"] = json.dumps(ours)
 
 
 LIES: dict[str, Any] = {
@@ -173,15 +182,10 @@ def test_a_header_that_lies(copy: Path, lie: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [[[5, 3], [1, 0]], [[5, 3], [0]], [[-5, 3], [0, 0]], [[9, 3], [0, 0]]]
+    "lie", [[[5, 3], [1, 0]], [[5, 3], [0]], [[-5, 3], [0, 0]], [[9, 3], [0, 0]]]
 )
-def test_a_part_that_does_not_lie_in_its_tensor(copy: Path, place: list[list[int]]) -> None:
-    def change(header: dict[str, Any]) -> None:
-        ours = json.loads(header["__metadata__"]["fsdp_ext"])
-        ours["parts"]["first.weight"][:2] = place
-        header["__metadata__"]["fsdp_ext"] = json.dumps(ours)
-
-    rewrite_header(copy, change)
+def test_a_part_that_does_not_lie_in_its_tensor(copy: Path, lie: list[list[int]]) -> None:
+    rewrite_header(copy, lambda header: place(header, "first.weight", lie))
     with pytest.raises(ValueError, match=r"first\.weight|part|sizes"):
         checkpoint.load(copy, *made())
 
@@ -217,6 +221,40 @@ def test_an_index_that_lacks_the_files_of_a_rank(tmp_path: Path) -> None:
     rewrite_index(path, lambda content: content["files"]["weights"].pop())
     with pytest.raises(checkpoint.DamagedFileError, match="lacks 8 of the 16 elements of 'weight'"):
         checkpoint.load(path, nn.Linear(4, 4, bias=False))
+
+
+def test_parts_over_one_another_do_not_hide_a_gap(tmp_path: Path) -> None:
+    run_ranks(_save_halves, 2, tmp_path)
+    path = tmp_path / "checkpoint-000001"
+    rewrite_header(path, lambda header: place(header, "weight", [[4, 4], [1, 0]]))
+    parts = Checkpoint(path).parts("weights")["weight"]
+    message = "lacks 4 of the 8 elements of 'weight'"
+    with pytest.raises(checkpoint.DamagedFileError, match=message), Reader() as reader:
+        reader.add("weight", parts, (0, 0), torch.empty(2, 4))
+
+
+class WithState(Net):
+    """Its state is a tensor whose shape the model does not know."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("it is damaged")
+
+
+def test_a_shape_that_the_parts_do_not_fill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.save(tmp_path, WithState())
+    rewrite_header(path, lambda header: place(header, "_extra_state", [[1 << 60], [0]]))
+    lacks = rf"lacks {(1 << 60) - 1} of the {1 << 60} elements of '_extra_state', whose shape is"
+    with pytest.raises(checkpoint.DamagedFileError, match=lacks):
+        checkpoint.load(path, WithState())
+    commands = [["inspect", "--verify"], ["export", str(tmp_path / "x")]]
+    for command, *more in [*commands, ["convert", str(tmp_path / "y")]]:
+        assert cli.run(command, [str(path), *more]) == 1
+        assert re.search(lacks, capsys.readouterr().err)
 
 
 def test_an_index_that_names_a_file_elsewhere(copy: Path) -> None:
