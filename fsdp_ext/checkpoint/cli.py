@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import dcp, offline
 from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint.hugging_face import export
 from fsdp_ext.checkpoint.reading import Checkpoint, shape_of
 from fsdp_ext.checkpoint.tensor_files import BLOCK
 
@@ -127,7 +128,7 @@ def _convert(args: argparse.Namespace) -> str:
 
 
 def _export(args: argparse.Namespace) -> str:
-    offline.export_files(directories.locate(args.source), args.target, args.max_shard_size)
+    export(args.source, args.target, args.max_shard_size)
     return str(args.target)
 
 

@@ -52,7 +52,7 @@ Layout = dict[str, Part]
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
@@ -70,7 +70,8 @@ def export(
     older export in the directory is replaced when the new one is written.
 
     Args:
-        model: as for :func:`stream_weights`.
+        model: as for :func:`stream_weights`; or a checkpoint, or a directory of them, whose newest
+            is taken. A checkpoint has no ``config.json``, and ranks share its files.
         directory: the target directory, made if it does not exist.
         max_shard_size: of a file, in bytes or as "5GB" with KB, MB, GB or TB. A larger tensor has
             a file of its own.
@@ -87,6 +88,11 @@ def export(
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
+    if isinstance(model, str | os.PathLike):
+        from fsdp_ext.checkpoint.offline import export_files  # which needs this module
+
+        export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
+        return
     with ranks.together("export"):
         units = weights_by_unit(model, "export")
         weights = _stored(model, [weight for unit in units for weight in unit])

@@ -24,16 +24,22 @@ from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
 from fsdp_ext.checkpoint.transfers import new_tensor
 
 
-def export_files(source: Path, directory: Path, max_shard_size: int | str) -> None:
+def export_files(
+    source: Path,
+    directory: Path,
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+) -> None:
     """Write a checkpoint's weights in the layout of Hugging Face."""
-    tensors = stored(Checkpoint(source).weights().whole)
-    write_files(
-        directory,
-        whole_parts(tensors),
-        lambda *_: starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(tensors)),
-        max_shard_size,
-        Ranks(None),
-    )
+    with ranks.together("export"):
+        tensors = stored(Checkpoint(directories.locate(source)).weights().whole)
+
+    def pieces(files: list[list[str]], _: bool) -> Iterator[Piece]:
+        own = {name: tensors[name] for names in files[ranks.rank :: ranks.size] for name in names}
+        return starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(own))
+
+    write_files(directory, whole_parts(tensors, dtype), pieces, max_shard_size, ranks)
 
 
 def import_files(source: Path, directory: Path) -> Path:
@@ -104,9 +110,20 @@ def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
     return tensor
 
 
-def whole_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
-    """Return the part of each tensor in a file that has whole tensors."""
-    return {name: Part.whole_of(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+def whole_parts(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, Part]:
+    """Return the part of each tensor in a file that has whole tensors.
+
+    ``dtype`` is that of floating-point tensors; None for their own.
+    """
+    return {
+        name: Part.whole_of(
+            dtype if dtype is not None and each.is_floating_point() else each.dtype,
+            tuple(each.shape),
+        )
+        for name, each in tensors.items()
+    }
 
 
 def one_by_one(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

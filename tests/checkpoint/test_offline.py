@@ -50,6 +50,8 @@ def made(seed: int = 0, shard: bool = False) -> tuple[nn.Module, torch.optim.Opt
 def _save(place: Path) -> None:
     made_ = made(shard=True)
     checkpoint.save(place / "ours", *made_, {"step": 5, "seed": torch.tensor(3)})
+    checkpoint.export(str(place / "ours"), place / "exported", 100)
+    checkpoint.export(place / "ours", place / "cast", 100, torch.bfloat16)
     weights, states = get_state_dict(*made_)
     dcp.save({"model": weights, "optimizer": states, "step": 5}, checkpoint_id=place / "dcp")
 
@@ -57,7 +59,7 @@ def _save(place: Path) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("offline")
-    run_ranks(_save, 2, place)
+    run_ranks(_save, 2, place, fresh=True)  # tqdm keeps a thread
     return place
 
 
@@ -178,6 +180,8 @@ def test_export_and_import(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     names = sorted(path.name for path in (tmp_path / "files").iterdir())
     assert names[0] == "model-00001-of-00003.safetensors"
     assert names[-1] == "model.safetensors.index.json"
+    for name in names:
+        assert (tmp_path / "files" / name).read_bytes() == (place / "exported" / name).read_bytes()
     assert main(["import", str(tmp_path / "files"), str(tmp_path / "imported")]) == 0
     assert capsys.readouterr().out.split()[-1] == str(tmp_path / "imported/checkpoint-000001")
     expected, _ = made(2)
@@ -186,6 +190,10 @@ def test_export_and_import(place: Path, tmp_path: Path, capsys: pytest.CaptureFi
     checkpoint.load_pretrained(pretrained, tmp_path / "files")
     imported, _ = made(1)
     checkpoint.load(tmp_path / "imported", imported)
+    cast, _ = made(1)
+    checkpoint.load_pretrained(cast, place / "cast")
     for name, value in expected.state_dict().items():
         assert torch.equal(pretrained.state_dict()[name], value), name
         assert torch.equal(imported.state_dict()[name], value), name
+        rounded = value.bfloat16().to(value.dtype)
+        assert torch.equal(cast.state_dict()[name], rounded), name
