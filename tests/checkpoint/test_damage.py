@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import struct
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -494,13 +495,60 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     checkpoint.load(tmp_path, model, optimizer)
 
 
-def test_a_directory_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+def error_of_another_user(call: Callable[[], object]) -> str:
+    """Return the error of a call in a child process without root's rights."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "no error"
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            call()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return text
 
-    monkeypatch.setattr(disk, "make_directory", refuse)
-    with pytest.raises(PermissionError, match=r"Permission denied: .*\.saving-000001"):
-        checkpoint.save(tmp_path, made()[0])
+
+def test_places_without_permission() -> None:
+    if error_of_another_user(lambda: None) != "no error":
+        pytest.skip("root may not become another user here")
+    model, optimizer = made()
+    with tempfile.TemporaryDirectory() as name:  # only one user may enter tmp_path
+        place = Path(name)
+        place.chmod(0o755)
+        path = checkpoint.save(place / "runs", model, optimizer)
+        checkpoint.export(model, place / "files")
+        closed = [place / "closed", path / FILES[1], place / "files/model.safetensors"]
+        closed[0].mkdir()
+        for each in closed:
+            each.chmod(0)
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+
+        def load() -> None:
+            try:
+                checkpoint.load(place / "runs", model, optimizer)
+            finally:
+                assert_same(dict(model.state_dict()), state)
+
+        try:
+            for call, refused in (
+                (lambda: checkpoint.save(closed[0], model), closed[0]),
+                (lambda: checkpoint.async_save(closed[0], model).result(), closed[0]),
+                (lambda: checkpoint.export(model, closed[0]), closed[0]),
+                (load, closed[1]),
+                (lambda: checkpoint.load_pretrained(model, place / "files"), closed[2]),
+            ):
+                error = error_of_another_user(call)
+                assert re.match(rf"PermissionError: .*{refused}", error), error
+        finally:
+            closed[0].chmod(0o700)
 
 
 # - Values

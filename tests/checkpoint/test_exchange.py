@@ -69,6 +69,11 @@ def ours() -> Made:
     return fsdp2(fsdp_ext.fully_shard)
 
 
+def offloaded() -> Made:
+    policy = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
+    return fsdp2(fsdp_ext.fully_shard, offload_policy=policy)
+
+
 def flat_optimizer() -> Made:
     return fsdp2(fsdp_ext.fully_shard, optim.AdamW)
 
@@ -122,6 +127,7 @@ SAVERS: dict[str, Callable[[], Made]] = {
         unsharded,
         fsdp2,
         ours,
+        offloaded,
         flat_optimizer,
         attached,
         by_columns,

@@ -45,11 +45,14 @@ def peak(*arguments: str | Path) -> int:
     return int(done.stdout.split()[-1])
 
 
-def test_a_conversion_needs_the_memory_of_few_tensors(tmp_path: Path) -> None:
+def test_conversions_need_the_memory_of_few_tensors(tmp_path: Path) -> None:
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(40)]  # 4 MiB each
     model = nn.Sequential(*layers)
     path = checkpoint.save(tmp_path / "saved", model)
     nbytes = sum(param.nbytes for param in model.parameters())
+    # Two tensors, and what is imported late.
+    assert peak("export", path, tmp_path / "files") < nbytes / 8
+    assert peak("import", tmp_path / "files", tmp_path / "imported") < nbytes / 8
     assert peak("convert", path, tmp_path / "dcp") < nbytes / 2
     assert peak("convert", tmp_path / "dcp", tmp_path / "back") < nbytes / 2
     other = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(40)])
