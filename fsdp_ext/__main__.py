@@ -87,7 +87,7 @@ def _describe_transport(device_type: str) -> str:
 def _describe_gpu() -> str:
     name = torch.cuda.get_device_name()
     try:
-        _C.Packer(gpu=0)  # loads all kernels
+        _C.Packer(gpu=0)  # raises if the build has no kernels for this GPU
     except RuntimeError as error:
         return f"{name}. {error}"
     return name

@@ -6,8 +6,8 @@
 all     all steps, in the order of the parts below, as far as the time goes. A second call gets the
         results of the first with --after, and runs what has not begun
 tests   tries torch and NCCL without fsdp_ext, runs all of tests/gpu, and the sanitizers
-bench   packing beside a plain copy, a step beside FSDP2, host overhead, clipping and AdamW, memory,
-        checkpoints
+bench   packing beside a plain copy, a step beside FSDP2 (also with packing on 66 multiprocessors),
+        host overhead, clipping and AdamW, memory, checkpoints
 more    overlap, a compiled step, a step with shards on the host, a trace of a step over 8 simulated
         ranks, collectives
 
@@ -191,7 +191,7 @@ def bench_part() -> list[Step]:
         bench(
             "step",
             50,
-            name="step, packing on 66",
+            name="step, packing on 66 multiprocessors",
             environment={"FSDP_EXT_PACK_MULTIPROCESSORS": "66"},
         ),
         bench("host_overhead", 150, "--quick", not_emulated=LARGE),
@@ -202,7 +202,7 @@ def bench_part() -> list[Step]:
 
 
 def more_part() -> list[Step]:
-    """Return the other benchmarks."""
+    """Return the steps of the part "more"."""
     import torch
 
     devices = torch.cuda.device_count()
@@ -213,7 +213,7 @@ def more_part() -> list[Step]:
         bench("step", 100, "--offload", name="offloaded step"),
         Step("trace", [sys.executable, "tools/gpu_trace.py"], 25, {}, quick=True),
         two_ranks(),
-        # Last, because ranks that share the GPU show that collectives work, but no times.
+        # Last: ranks that share a GPU show that collectives work, but give no meaningful times.
         bench("collectives", 60, "--quick", "--ranks", str(max(2, devices)), **shared),
     ]
 

@@ -104,7 +104,7 @@ def _verify(path: Path) -> int:
 
     checkpoint = Checkpoint(path)
     for kind in checkpoint.files.keys() - {"extra"}:
-        checkpoint.parts(kind)  # raises if the parts are not the whole tensors
+        checkpoint.parts(kind)  # raises if a tensor's parts do not add up
     files = [file for of_kind in checkpoint.files.values() for file in of_kind]
     nbytes, memory = 0, memoryview(bytearray(16 * BLOCK))
     for file in tqdm(files, unit="file", disable=not files):

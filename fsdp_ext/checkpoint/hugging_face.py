@@ -70,8 +70,9 @@ def export(
     older export in the directory is replaced when the new one is written.
 
     Args:
-        model: as for :func:`stream_weights`; or a checkpoint, or a directory of them, whose newest
-            is taken. A checkpoint has no ``config.json``, and ranks share its files.
+        model: as for :func:`stream_weights`; or the path of a checkpoint, or of a directory whose
+            newest checkpoint is exported. The export of a checkpoint has no ``config.json``, and
+            each of the ranks writes some of the files.
         directory: the target directory, made if it does not exist.
         max_shard_size: of a file, in bytes or as "5GB" with KB, MB, GB or TB. A larger tensor has
             a file of its own.
@@ -89,7 +90,7 @@ def export(
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
     if isinstance(model, str | os.PathLike):
-        from fsdp_ext.checkpoint.offline import export_files  # which needs this module
+        from fsdp_ext.checkpoint.offline import export_files  # offline imports this module
 
         export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
         return

@@ -115,7 +115,7 @@ def whole_parts(
 ) -> dict[str, Part]:
     """Return the part of each tensor in a file that has whole tensors.
 
-    ``dtype`` is that of floating-point tensors; None for their own.
+    ``dtype`` replaces the dtype of floating-point tensors; None keeps it.
     """
     return {
         name: Part.whole_of(

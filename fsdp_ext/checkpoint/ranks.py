@@ -7,8 +7,8 @@
 # read from each rank. So a stale message is not read in a later agreement, unless the store did not
 # answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank, and
 # deletes it when it begins its next agreement. A rank that finds a reason is either late for the
-# agreement that rank 0 gave up, or early for the next one with the same key. It waits _GRACE for an
-# answer, and then raises rank 0's reason.
+# agreement that rank 0 gave up, or early for the next agreement with the same key. It waits
+# _GRACE for an answer, and then raises rank 0's reason.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsdp_ext.comm.store_calls import StoreCalls
 
 _LEAVING = 5.0  # seconds that rank 0 waits for the others at the end
 _LOOK = 0.5  # seconds between two looks at whether ranks have ended
-_GRACE = 60.0  # seconds
+_GRACE = 60.0  # seconds that a rank waits for an answer before it believes rank 0's reason
 
 _GAVE_UP = "/gave_up"
 

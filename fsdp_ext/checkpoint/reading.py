@@ -109,7 +109,8 @@ class Checkpoint:
     def parts(self, kind: str) -> Parts:
         """Return the parts of each tensor, by name. No part comes twice.
 
-        All of its elements are there, so no shape is larger than the files.
+        The parts of a tensor have as many elements as its whole shape, so no shape is larger than
+        the files. Parts may still overlap and leave a gap, which :class:`Reader` finds.
         """
         found: dict[str, dict[Any, tuple[TensorFile, Part]]] = defaultdict(dict)
         for file in self.files[kind]:

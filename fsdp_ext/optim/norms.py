@@ -153,5 +153,5 @@ def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch
     """Multiply gradients in place by the scale that ``scale_on`` returns for their device."""
     for device in {grad.device for grad in grads}:
         scale = scale_on(device)
-        if device.type != "cpu" or scale != 1:  # the host would wait for a GPU to read it
+        if device.type != "cpu" or scale != 1:  # reading a GPU's would make the host wait
             torch._foreach_mul_([grad for grad in grads if grad.device == device], scale)

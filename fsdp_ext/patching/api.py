@@ -61,7 +61,8 @@ def patch() -> Patch:
     PyTorch's other public names stay. Its ``FSDPModule``, ``register_fsdp_forward_method`` and
     ``share_comm_ctx`` serve modules of both. Static methods of ``FullyShardedDataParallel``, such
     as ``state_dict_type``, call PyTorch's for models without fsdp_ext's wrappers.
-    ``torch.nn.utils.clip_grad_norm_`` clips parameters of :func:`fully_shard` by fsdp_ext's.
+    ``torch.nn.utils.clip_grad_norm_`` calls :func:`fsdp_ext.clip_grad_norm_` for parameters of
+    :func:`fully_shard`.
 
     Code that took a name before keeps it, and trains with PyTorch's FSDP as before. A warning names
     the modules that have one.

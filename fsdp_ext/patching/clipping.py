@@ -47,11 +47,11 @@ def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         foreach: bool | None = None,
     ) -> torch.Tensor:
         rest = (max_norm, norm_type, error_if_nonfinite, foreach)
-        if torch.compiler.is_compiling():  # PyTorch's can be traced
+        if torch.compiler.is_compiling():  # only PyTorch's can be traced
             return torchs(parameters, *rest)
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not (_are_ours(params) and float(norm_type) > 0):
-            return torchs(params or parameters, *rest)  # an empty generator gets a warning
+            return torchs(params or parameters, *rest)  # PyTorch warns of an empty generator
         try:
             norm = clip_grad_norm_(params, float(max_norm), norm_type, error_if_nonfinite)
         except NotImplementedError:  # the caller has redistributed a gradient
@@ -67,10 +67,10 @@ def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _are_ours(params: list[Any]) -> bool:
     """Return whether fsdp_ext's function clips these parameters as PyTorch's does."""
-    # PyTorch's function does not reduce over the ranks of flat parameters, as under FSDP1.
+    # FSDP1's flat parameters keep PyTorch's function, which does not reduce their norm over ranks.
     if not any(is_sharded(param) and isinstance(param, DTensor) for param in params):
         return False
-    # PyTorch's counts twice what is given twice, and finds no gradients of attached units.
+    # PyTorch's function counts duplicates twice, and finds no gradients of attached units.
     ids = set(map(id, params))
     attached = owners_of(unit for unit in units_alive() if unit.settings.update is not None)
     return len(ids) == len(params) and ids.isdisjoint(map(id, attached))

@@ -106,7 +106,7 @@ def _add_options(add: Callable[..., object]) -> None:
     add("--bucket-bytes", **nbytes, help="size up to which units share a bucket")
     add("--max-message-bytes", **nbytes, help="size of the largest message; by default any")
     add("--prefetch", **number, help="how many buckets to gather ahead")
-    kept = "whether shards that are cast are kept in that dtype; by default on the CPU alone"
+    kept = "whether cast shards are kept for the gather in backward; by default on the CPU only"
     add("--keep-gather-inputs", action=argparse.BooleanOptionalAction, help=kept)
     offload = {"action": "store_const", "const": CPUOffloadPolicy(), "dest": "offload_policy"}
     add("--offload", **offload, help="shards and gradients are in the host's memory")

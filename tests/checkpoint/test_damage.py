@@ -157,7 +157,7 @@ def rewrite_header_of(file: Path, change: Callable[[dict[str, Any]], None]) -> b
 
 
 def place(header: dict[str, Any], name: str, whole_and_offset: list[list[int]]) -> None:
-    """Change where a header says that a part lies."""
+    """Change the whole shape and the offset that a header states for a part."""
     ours = json.loads(header["__metadata__"]["fsdp_ext"])
     ours["parts"][name][:2] = whole_and_offset
     header["__metadata__"]["fsdp_ext"] = json.dumps(ours)
@@ -235,13 +235,13 @@ def test_parts_over_one_another_do_not_hide_a_gap(tmp_path: Path) -> None:
 
 
 class WithState(Net):
-    """Its state is a tensor whose shape the model does not know."""
+    """A model with an extra state, whose shape the model does not know."""
 
     def get_extra_state(self) -> Any:
         return torch.ones(1)
 
     def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("it is damaged")
+        raise AssertionError("a damaged state was set")
 
 
 def test_a_shape_that_the_parts_do_not_fill(
@@ -496,7 +496,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 
 def error_of_another_user(call: Callable[[], object]) -> str:
-    """Return the error of a call in a child process without root's rights."""
+    """Run a call in a child process without root's rights. Return its error, or "no error"."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -29,7 +29,7 @@ command, *paths = sys.argv[1:]
 if command == "load":
     model = nn.ParameterList(torch.ones(512, 512, dtype=torch.bfloat16) for _ in range(60))
 before = memory("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 if command == "load":
     checkpoint.load(*paths, model)
 else:
@@ -50,7 +50,7 @@ def test_conversions_need_the_memory_of_few_tensors(tmp_path: Path) -> None:
     model = nn.Sequential(*layers)
     path = checkpoint.save(tmp_path / "saved", model)
     nbytes = sum(param.nbytes for param in model.parameters())
-    # Two tensors, and what is imported late.
+    # Room for two tensors and late imports.
     assert peak("export", path, tmp_path / "files") < nbytes / 8
     assert peak("import", tmp_path / "files", tmp_path / "imported") < nbytes / 8
     assert peak("convert", path, tmp_path / "dcp") < nbytes / 2
@@ -65,4 +65,4 @@ def test_a_load_that_casts_needs_one_piece_a_thread_beside_the_result(tmp_path: 
     saved = nn.ParameterList(torch.ones(512, 512, dtype=torch.float64) for _ in range(60))
     checkpoint.save(tmp_path, saved)
     piece, result = saved[0].nbytes, sum(param.numel() * 2 for param in saved)
-    assert peak("load", tmp_path) < result + 12 * piece  # at most 8 threads, and what is imported
+    assert peak("load", tmp_path) < result + 12 * piece  # 8 threads at most, and late imports

@@ -217,7 +217,7 @@ TEST_F(NcclPaths, AreRefusedWhereAVariableMakesCommunicatorsNonBlocking) {
   }
 }
 
-// NCCL overrides the settings of all communicators by this variable. FSDP2's documentation sets 2.
+// NCCL_CTA_POLICY overrides the settings of all communicators. FSDP2's documentation sets it to 2.
 TEST_F(NcclPaths, FollowThePolicyOfNcclsVariable) {
   const auto path_with = [&](const char* value, LaneUse use, int version, int nodes = 1) {
     setenv("NCCL_CTA_POLICY", value, 1);
@@ -233,9 +233,10 @@ TEST_F(NcclPaths, FollowThePolicyOfNcclsVariable) {
   setenv("NCCL_CTA_POLICY", "2", 1);
   EXPECT_EQ(refusal(22809, kZeroCtas), kNothingThrown);
   for (const int policy : {kEfficiencyPolicy, kAutoPolicy}) {
-    EXPECT_SAYS(refusal(22809, policy),
-                "NCCL_CTA_POLICY=2 overrides another cta_policy in FSDP_EXT_NCCL_GATHER. Unset "
-                "one of the two.");
+    EXPECT_SAYS(
+        refusal(22809, policy),
+        "NCCL_CTA_POLICY=2 overrides the cta_policy that FSDP_EXT_NCCL_GATHER sets. Unset one of "
+        "the two variables.");
   }
   setenv("NCCL_CTA_POLICY", "ZERO", 1);
   EXPECT_SAYS(refusal(22809, kUndefined), "NCCL_CTA_POLICY is 'ZERO'. Pass 0 (default), 1");

@@ -99,7 +99,7 @@ def train_as_fsdp2(system: str, folder: Path) -> dict[str, Tensor]:
 
 def compare_fsdp2(folder: str) -> None:
     theirs, ours = (train_as_fsdp2(system, Path(folder)) for system in ("torch", "fsdp_ext"))
-    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms are rounded
+    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms agree up to rounding
 
 
 def test_fabric_accumulates_clips_saves_and_loads_as_with_fsdp2(tmp_path: Path) -> None:

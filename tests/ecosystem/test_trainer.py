@@ -71,7 +71,7 @@ def train(system: str, folder: Path) -> dict[str, Any]:
 
 def compare(folder: str) -> None:
     theirs, ours = (train(system, Path(folder)) for system in ("torch", "fsdp_ext"))
-    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms are rounded
+    assert_same("PyTorch's", theirs, ours, ROUNDING[torch.float32])  # norms agree up to rounding
 
 
 def test_the_trainer_logs_the_losses_of_fsdp2_and_saves_its_parameters(tmp_path: Path) -> None:

@@ -310,11 +310,15 @@ def a_parameter_of_another_model() -> None:
         each(torch.ones(2, 4)).sum().backward()
     own = model[0].weight
     owner.reshard()
-    with raises(ValueError, "'0.weight' was replaced by one that another unit", "by a clone"):
+    with raises(
+        ValueError, "'0.weight' was replaced by a parameter that another unit", "by a clone"
+    ):
         model.load_state_dict(dict(owner.named_parameters()), assign=True)
     model[0].weight = owner[0].weight
     owner(torch.ones(2, 4))  # has the unsharded parameter since
-    with raises(ValueError, "'0.weight' was replaced by one that another unit", "by a clone"):
+    with raises(
+        ValueError, "'0.weight' was replaced by a parameter that another unit", "by a clone"
+    ):
         model(torch.ones(2, 4))
     assert model[0].weight is own
     # Do what the message says.

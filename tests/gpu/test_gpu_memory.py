@@ -255,7 +255,7 @@ def _peaks_are_planned() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     policies = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for policy, offload in product(policies, (OffloadPolicy(), CPUOffloadPolicy())):
-        gc.collect()  # the model before
+        gc.collect()  # frees the previous model
         peak = _peak_of_fsdp2(policy, offload)
         settings: Any = {"mp_policy": policy, "offload_policy": offload, "optimizer_states": 0}
         with torch.device("meta"):

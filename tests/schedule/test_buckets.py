@@ -536,7 +536,7 @@ def _defaults() -> None:
     assert lines[-1].startswith("1 slot of ")
     SGD(model.layers.parameters(), lr=0.1).attach(model.layers)
     added = set(describe_buckets(model).splitlines()) - set(lines)
-    assert added == {f"an attached optimizer steps {LAYERS} of the units in backward"}
+    assert added == {f"attached optimizers step {LAYERS} units in backward"}
 
 
 def test_describe_buckets_shows_the_default_and_its_memory() -> None:

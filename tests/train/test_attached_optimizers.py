@@ -710,7 +710,7 @@ def test_steps_in_backward_are_those_after_backward(work: Callable[[], None], ra
 
 
 def _two_models_in_a_group() -> None:
-    """One backward runs through both models, beside PyTorch's optimizer."""
+    """One backward runs through both models. Results equal those of PyTorch's optimizer."""
     found = []
     for make, attaches in ((torch.optim.AdamW, False), (AdamW, False), (AdamW, True)):
         torch.manual_seed(0)

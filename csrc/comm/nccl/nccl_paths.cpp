@@ -98,8 +98,8 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   int& policy = path.settings.cta_policy;
   const int of_all = policy_of_all();
   FSDP_CHECK(of_all == nccl::kUndefined || policy == nccl::kUndefined || policy == of_all,
-             "NCCL_CTA_POLICY=", of_all, " overrides another cta_policy in ", variable,
-             ". Unset one of the two.");
+             "NCCL_CTA_POLICY=", of_all, " overrides the cta_policy that ", variable,
+             " sets. Unset one of the two variables.");
   const std::string obstacle = obstacle_to_copies(api, options);
   FSDP_CHECK(policy != nccl::kZeroCtas || obstacle.empty(), variable, " has cta_policy=zero, but ",
              obstacle, ". Upgrade NCCL to 2.32.6 or newer, or choose another policy.");
@@ -111,7 +111,8 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   path.registers = registers_buffers(api, options);
   const bool is_safe = path.registers && api.has_safe_symmetric_kernels() &&
                        !(gathers && first_copies_hang(api, options));
-  // Without windows, NCCL ignores "zero": NCCL_CTA_POLICY may set it where there is an obstacle.
+  // NCCL_CTA_POLICY may set "zero" where copy engines are unsafe. The lane then has no windows, and
+  // NCCL ignores the policy.
   const bool copies = gathers && policy == nccl::kZeroCtas && path.registers && obstacle.empty();
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);

@@ -67,7 +67,7 @@ def _sentences(root: Root, buckets: list[_C.BucketInfo]) -> list[str]:
         )
     attached = sum(unit.settings.update is not None for unit in root.units)
     if attached:
-        lines.append(f"an attached optimizer steps {attached} of the units in backward")
+        lines.append(f"attached optimizers step {attached} units in backward")
     slots = memory["ring_slots"]
     alone = [
         root.impl.layout_of(number).unsharded_bytes

@@ -475,9 +475,10 @@ class Unit(ParamGroup):
         gc.collect()  # else a deleted model might be there on some ranks alone
         if _is_in_use(now, besides=self):
             raise ValueError(
-                f"parameter '{param.name}' was replaced by one that another unit still has, and "
-                "each unit needs memory of its own. If the two are tied, tie them first and make "
-                "one unit of both modules: fully_shard([a, b]). Otherwise replace it by a clone: "
+                f"parameter '{param.name}' was replaced by a parameter that another unit still has, "
+                "and each unit needs memory of its own. To tie parameters, do so before fully_shard, "
+                "and pass both modules in one call: fully_shard([a, b]). Otherwise replace it by a "
+                "clone: "
                 "nn.Parameter(other.detach().clone())."
             )
 

@@ -42,7 +42,7 @@ using Reached = std::map<const FakeStream*, std::size_t>;
 struct FakeStream {
   explicit FakeStream(const std::string& name) : queue(name, kTimeout) {}
   HostStream queue;
-  std::mutex mutex;  // of `after`: a stream's thread may free memory, which enqueues work
+  std::mutex mutex;  // of `after`: a stream's thread enqueues work when it frees memory
   Reached after;
   std::shared_ptr<Capture> capture;
   std::set<std::size_t> heads;  // the nodes that the next captured node comes after
