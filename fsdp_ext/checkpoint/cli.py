@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_ext._util.tables import size
-from fsdp_ext.checkpoint import dcp, offline
+from fsdp_ext.checkpoint import dcp
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.hugging_face import export
+from fsdp_ext.checkpoint.pretrained import import_files
 from fsdp_ext.checkpoint.reading import Checkpoint, shape_of
 from fsdp_ext.checkpoint.tensor_files import BLOCK
 
@@ -133,7 +134,7 @@ def _export(args: argparse.Namespace) -> str:
 
 
 def _import(args: argparse.Namespace) -> str:
-    return str(offline.import_files(args.source, args.target))
+    return str(import_files(args.source, args.target))
 
 
 _RUN = {"inspect": _inspect, "convert": _convert, "export": _export, "import": _import}

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import nn
 from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.directory import make
+from fsdp_ext.checkpoint.directory import locate, make
 from fsdp_ext.checkpoint.gathering import (
     Piece,
     check_groups,
@@ -35,7 +35,9 @@ from fsdp_ext.checkpoint.gathering import (
     has_all_ranks,
     own_pieces,
 )
+from fsdp_ext.checkpoint.offline import one_by_one, stored, whole_parts
 from fsdp_ext.checkpoint.ranks import Ranks
+from fsdp_ext.checkpoint.reading import Checkpoint
 from fsdp_ext.checkpoint.saving import message_of_difference
 from fsdp_ext.checkpoint.stream import check_dtype
 from fsdp_ext.checkpoint.tensor_files import NAMES, Part, digest, header_of, memory_of, on_host
@@ -90,9 +92,7 @@ def export(
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
     if isinstance(model, str | os.PathLike):
-        from fsdp_ext.checkpoint.offline import export_files  # offline imports this module
-
-        export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
+        _export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
         return
     with ranks.together("export"):
         units = weights_by_unit(model, "export")
@@ -112,6 +112,24 @@ def export(
         partial(_write_config, model),
         may_share=has_all_ranks(weights.values(), ranks),
     )
+
+
+def _export_files(
+    source: Path,
+    directory: Path,
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+) -> None:
+    """Write a checkpoint's weights in the layout of Hugging Face."""
+    with ranks.together("export"):
+        tensors = stored(Checkpoint(locate(source)).weights().whole)
+
+    def pieces(files: list[list[str]], _: bool) -> Iterator[Piece]:
+        own = {name: tensors[name] for names in files[ranks.rank :: ranks.size] for name in names}
+        return itertools.starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(own))
+
+    write_files(directory, whole_parts(tensors, dtype), pieces, max_shard_size, ranks)
 
 
 def write_files(

@@ -1,11 +1,10 @@
-"""Conversions without a model, one tensor after the other."""
+"""Whole tensors in files, which conversions without a model read one after the other."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +12,11 @@ import torch
 
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk
-from fsdp_ext.checkpoint.gathering import Piece
-from fsdp_ext.checkpoint.hugging_face import write_files
-from fsdp_ext.checkpoint.pretrained import open_files
-from fsdp_ext.checkpoint.ranks import Ranks
-from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, shape_of
+from fsdp_ext.checkpoint.reading import Parts, Reader, shape_of
 from fsdp_ext.checkpoint.saving import write_index
-from fsdp_ext.checkpoint.snapshot import Content, content_of_weights
+from fsdp_ext.checkpoint.snapshot import Content
 from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
 from fsdp_ext.checkpoint.transfers import new_tensor
-
-
-def export_files(
-    source: Path,
-    directory: Path,
-    max_shard_size: int | str,
-    dtype: torch.dtype | None,
-    ranks: Ranks,
-) -> None:
-    """Write a checkpoint's weights in the layout of Hugging Face."""
-    with ranks.together("export"):
-        tensors = stored(Checkpoint(directories.locate(source)).weights().whole)
-
-    def pieces(files: list[list[str]], _: bool) -> Iterator[Piece]:
-        own = {name: tensors[name] for names in files[ranks.rank :: ranks.size] for name in names}
-        return starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(own))
-
-    write_files(directory, whole_parts(tensors, dtype), pieces, max_shard_size, ranks)
-
-
-def import_files(source: Path, directory: Path) -> Path:
-    """Make a checkpoint of weights in the layout of Hugging Face.
-
-    Returns:
-        the new checkpoint.
-    """
-    files = open_files(source)
-    if not files:
-        raise ValueError(f"the files in {source} have no tensors. Pass the directory of a model.")
-    weights = content_of_weights(stored(files), {}, (), {})
-    return write_checkpoint(directory, {"weights": weights})
 
 
 def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:

@@ -16,8 +16,10 @@ from torch import nn
 
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
 from fsdp_ext.checkpoint.loading import plan_weights
+from fsdp_ext.checkpoint.offline import stored, write_checkpoint
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Parts, Reader, Weights
+from fsdp_ext.checkpoint.snapshot import content_of_weights
 from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
 from fsdp_ext.checkpoint.tensor_files import MALFORMED, TensorFile
 
@@ -60,6 +62,19 @@ def load_pretrained(
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
     set_weights(model, weights)
     return missing
+
+
+def import_files(source: Path, directory: Path) -> Path:
+    """Make a checkpoint of weights in the layout of Hugging Face.
+
+    Returns:
+        the new checkpoint.
+    """
+    files = open_files(source)
+    if not files:
+        raise ValueError(f"the files in {source} have no tensors. Pass the directory of a model.")
+    weights = content_of_weights(stored(files), {}, (), {})
+    return write_checkpoint(directory, {"weights": weights})
 
 
 # - The files

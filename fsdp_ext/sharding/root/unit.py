@@ -475,11 +475,10 @@ class Unit(ParamGroup):
         gc.collect()  # else a deleted model might be there on some ranks alone
         if _is_in_use(now, besides=self):
             raise ValueError(
-                f"parameter '{param.name}' was replaced by a parameter that another unit still has, "
-                "and each unit needs memory of its own. To tie parameters, do so before fully_shard, "
-                "and pass both modules in one call: fully_shard([a, b]). Otherwise replace it by a "
-                "clone: "
-                "nn.Parameter(other.detach().clone())."
+                f"parameter '{param.name}' was replaced by a parameter that another unit still "
+                "has, and each unit needs memory of its own. To tie parameters, do so before "
+                "fully_shard, and pass both modules in one call: fully_shard([a, b]). Otherwise "
+                "replace it by a clone: nn.Parameter(other.detach().clone())."
             )
 
     def _adopt_own_rows(self, param: ShardedParam) -> bool:
