@@ -5,10 +5,11 @@
 # and writes one answer for each, under a key that ends with the message's number. A rank that gives
 # up overwrites its message with null, and rank 0 remembers the number of the last message that it
 # read from each rank. So a stale message is not read in a later agreement, unless the store did not
-# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank, and
-# deletes it when it begins its next agreement. A rank that finds a reason is either late for the
-# agreement that rank 0 gave up, or early for the next agreement with the same key. It waits
-# _GRACE for an answer, and then raises rank 0's reason.
+# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank. It
+# deletes the reason when it begins the next agreement with the same key, or when the rank has come
+# to a later one. A rank that finds a reason is either late for the agreement that rank 0 gave up,
+# or early for the next agreement with the same key. It waits _GRACE for an answer, and then raises
+# rank 0's reason.
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import itertools
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -36,8 +37,8 @@ _GAVE_UP = "/gave_up"
 _numbers = itertools.count(1)  # of this process's messages
 # The number of the message that rank 0 has taken last, by group and key.
 _taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-# The keys under which rank 0 has left the reason of its last failure, by group.
-_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
+# The ranks for which rank 0 has left a reason, by group and key.
+_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
@@ -124,7 +125,7 @@ class Ranks:
         message = {"ok": value} if failure is None else self._failed(self.rank, failure)
         if self.rank == 0:
             taken = _taken.setdefault(self._group, {})
-            reasons = _reasons.setdefault(self._group, [])
+            reasons = _reasons.setdefault(self._group, {})
             decision = self._decide(what, message, decide, taken, reasons)
         else:
             decision = self._follow(what, message)
@@ -163,16 +164,19 @@ class Ranks:
         message: Any,
         decide: Callable[[list[Any]], Any],
         taken: dict[str, int],
-        reasons: list[str],
+        reasons: dict[str, int],
     ) -> Any:
         """Decide on rank 0, and tell the others, also if that fails."""
-        while reasons:
-            self._calls.ask_if_possible(partial(self._store.delete_key, reasons.pop()))
         failure: Exception | None = None
-        looks = {
-            rank: partial(self._new_message, self._key(what, rank), taken)
-            for rank in range(1, self.size)
-        }
+        keys = {rank: self._key(what, rank) for rank in range(1, self.size)}
+        looks = {rank: partial(self._new_message, key, taken) for rank, key in keys.items()}
+
+        def forget_reasons(outdated: Iterable[str]) -> None:
+            for key in outdated:
+                if reasons.pop(key, None) is not None:
+                    self._calls.ask_if_possible(partial(self._store.delete_key, key + _GAVE_UP))
+
+        forget_reasons(keys.values())
         came: dict[int, Any] = {}
         try:
             for rank, look in looks.items():
@@ -186,12 +190,13 @@ class Ranks:
                 found = self._calls.ask_if_possible(looks[rank])
                 if found is not None:
                     came[rank] = found
-        numbers = {self._key(what, rank): of_rank["number"] for rank, of_rank in came.items()}
+        forget_reasons([key for key, rank in tuple(reasons.items()) if rank in came])
+        numbers = {keys[rank]: of_rank["number"] for rank, of_rank in came.items()}
         taken |= numbers
         self._answers = [_answer_key(key, number) for key, number in numbers.items()]
-        late = [self._key(what, rank) + _GAVE_UP for rank in looks.keys() - came.keys()]
-        reasons += late
-        told = [*self._answers, *late]
+        late = {keys[rank]: rank for rank in keys.keys() - came.keys()}
+        reasons |= late
+        told = [*self._answers, *(key + _GAVE_UP for key in late)]
         tell = partial(self._store.multi_set, told, [json.dumps(decision)] * len(told))
         if failure is not None:
             self._calls.ask_if_possible(tell)

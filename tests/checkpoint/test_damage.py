@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -695,18 +696,36 @@ def test_a_call_that_a_rank_left_out_does_not_disturb_the_next_one() -> None:
     assert run_ranks(_agree_after_each_rank_was_late, 3, timeout=60.0) == [expected] * 3
 
 
+@contextlib.contextmanager
+def tells_of_calls(name: str) -> Iterator[Any]:
+    """Let calls of a method of Ranks set a key in the store, which the context returns."""
+    store = dist.distributed_c10d._get_default_store()
+    method = getattr(Ranks, name)
+
+    def call(*args: Any) -> Any:
+        result = method(*args)
+        store.set(name, "")
+        return result
+
+    with mock.patch.object(Ranks, name, call):
+        yield store
+
+
 def _come_after_rank_0_gave_up() -> list[str]:
     group = dist.group.WORLD
     Ranks(group).agree("a first save", "", list)
-    with mock.patch.object(ranks, "_GRACE", 0.1):
+    with mock.patch.object(ranks, "_GRACE", 0.1), tells_of_calls("_new_message") as store:
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="waited 0 s in a save for rank 1"):
                 Ranks(group, timedelta(seconds=0.2)).agree("a save", "old", list)
+            store.delete_key("_new_message")
             dist.barrier()
         else:
             dist.barrier()
+            store.wait(["_new_message"])  # rank 0 waits in its next agreement
             with pytest.raises(checkpoint.OtherRanksError, match=r"rank 0 failed: .* for rank 1"):
                 Ranks(group).agree("a save", "late", list)
+        Ranks(group).agree("another save", "", list)
         dist.barrier()
         return Ranks(group).agree("a save", f"new {dist.get_rank()}", list)
 
@@ -722,17 +741,9 @@ def _come_early_after_rank_0_gave_up() -> list[str]:
         with pytest.raises(RuntimeError, match="waited 0 s in a save for rank 1"):
             Ranks(group, timedelta(seconds=0.2)).agree("a save", "left out by rank 1", list)
     Ranks(group).agree("a later save", "", list)
-    store = dist.distributed_c10d._get_default_store()
-    look = Ranks._read
-
-    def note_look(self: Ranks, key: str) -> Any:
-        found = look(self, key)
-        store.set("rank 1 looked", "")
-        return found
-
-    with mock.patch.object(ranks, "_GRACE", 0.0), mock.patch.object(Ranks, "_read", note_look):
+    with mock.patch.object(ranks, "_GRACE", 0.0), tells_of_calls("_read") as store:
         if dist.get_rank() == 0:
-            store.wait(["rank 1 looked"])
+            store.wait(["_read"])  # rank 1 waits for rank 0
         return Ranks(group).agree("a save", f"new {dist.get_rank()}", list)
 
 
