@@ -10,8 +10,9 @@ from pathlib import Path
 from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import dcp
 from fsdp_ext.checkpoint import directory as directories
-from fsdp_ext.checkpoint.hugging_face import export
+from fsdp_ext.checkpoint.hugging_face import export_files
 from fsdp_ext.checkpoint.pretrained import import_files
+from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint, shape_of
 from fsdp_ext.checkpoint.tensor_files import BLOCK
 
@@ -129,7 +130,8 @@ def _convert(args: argparse.Namespace) -> str:
 
 
 def _export(args: argparse.Namespace) -> str:
-    export(args.source, args.target, args.max_shard_size)
+    ranks = Ranks(None)
+    export_files(args.source, args.target, args.max_shard_size, None, ranks, shows_progress=True)
     return str(args.target)
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
-from fsdp_ext.checkpoint import disk
+from fsdp_ext.checkpoint import background, disk
 from fsdp_ext.checkpoint.directory import locate, make
 from fsdp_ext.checkpoint.gathering import (
     Piece,
@@ -82,17 +82,18 @@ def export(
         process_group: the ranks of the model; all by default.
 
     Raises:
-        OSError: if a file cannot be written.
+        OSError: if a file cannot be written, or there is no such checkpoint.
+        DamagedFileError: if a checkpoint's file is not what was written.
         RuntimeError: if another rank failed, and as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
-        ValueError: if ``max_shard_size`` is no size, the model has no weights, ranks differ in what
+        ValueError: if ``max_shard_size`` is no size, there are no weights, ranks differ in what
             they export, such as pipeline stages, or have different tensors of one name, or the
             process group lacks ranks that have some of the weights.
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
     if isinstance(model, str | os.PathLike):
-        _export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
+        export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
         return
     with ranks.together("export"):
         units = weights_by_unit(model, "export")
@@ -114,20 +115,30 @@ def export(
     )
 
 
-def _export_files(
+def export_files(
     source: Path,
     directory: Path,
     max_shard_size: int | str,
     dtype: torch.dtype | None,
     ranks: Ranks,
+    *,
+    shows_progress: bool = False,
 ) -> None:
     """Write a checkpoint's weights in the layout of Hugging Face."""
+    with ranks.together("the start of export"):
+        background.finish()
+
+    def newest(_: list[Any]) -> str:
+        return str(locate(source).relative_to(source))
+
+    path = source / ranks.agree("export", None, newest)
     with ranks.together("export"):
-        tensors = stored(Checkpoint(locate(source)).weights().whole)
+        tensors = stored(Checkpoint(path).weights().whole)
 
     def pieces(files: list[list[str]], _: bool) -> Iterator[Piece]:
         own = {name: tensors[name] for names in files[ranks.rank :: ranks.size] for name in names}
-        return itertools.starmap(lambda name, tensor: Piece(name, 0, tensor), one_by_one(own))
+        read = one_by_one(own, shows_progress=shows_progress)
+        return itertools.starmap(lambda name, tensor: Piece(name, 0, tensor), read)
 
     write_files(directory, whole_parts(tensors, dtype), pieces, max_shard_size, ranks)
 
@@ -243,7 +254,7 @@ def _files(parts: Layout, limit: int) -> dict[str, Layout]:
             raise TypeError(f"'{name}' has dtype {part.dtype}, which safetensors cannot store.")
     files = [dict(piece) for piece in cut(parts.items(), lambda item: item[1].nbytes, limit)]
     if not files:
-        raise ValueError("export got a model without weights. Pass one that has parameters.")
+        raise ValueError("export got no weights. Pass a model or a checkpoint that has some.")
     if len(files) == 1:
         return {SINGLE: files[0]}
     return {

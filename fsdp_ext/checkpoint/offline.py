@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,14 @@ def whole_parts(
     }
 
 
-def one_by_one(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def one_by_one(
+    tensors: Mapping[str, torch.Tensor], *, shows_progress: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Read the tensors one after the other."""
-    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
+    items: Iterable[tuple[str, torch.Tensor]] = tensors.items()
+    if shows_progress:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
 
-    for name, tensor in tqdm(tensors.items(), unit="tensor", disable=not tensors):
+        items = tqdm(items, unit="tensor", disable=not tensors)
+    for name, tensor in items:
         yield name, tensor.read() if isinstance(tensor, Unread) else tensor

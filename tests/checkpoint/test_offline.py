@@ -59,7 +59,7 @@ def _save(place: Path) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("offline")
-    run_ranks(_save, 2, place, fresh=True)  # tqdm leaves a thread running
+    run_ranks(_save, 2, place)
     return place
 
 
