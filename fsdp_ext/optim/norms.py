@@ -48,7 +48,7 @@ class NormRanks:
         unit = owners.get(param)
         if isinstance(param, DTensor):
             mesh = param.device_mesh
-            groups = _groups_of_plain_experts(param, unit) or tuple(
+            groups = groups_of_plain_experts(param, unit) or tuple(
                 map(mesh.get_group, sharded_dims(param))
             )
             device = device_of(mesh.device_type, param) if unit is None else unit.device
@@ -68,10 +68,16 @@ def final_roots(units: Iterable[Unit]) -> int:
     return sum(unit.root is not None and not unit.root.is_provisional for unit in units)
 
 
-def _groups_of_plain_experts(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
+def is_on_other_mesh(unit: Unit) -> bool:
+    """Return whether a unit has another mesh than its root."""
+    root = unit.root
+    return root is not None and root.meshes[root.number(unit)] != 0
+
+
+def groups_of_plain_experts(param: Any, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
     """Return the root's shard group if it has different parameters of one name; else nothing."""
     root = None if unit is None else unit.root
-    if unit is None or root is None or root.meshes[root.number(unit)] == 0:
+    if unit is None or root is None or not is_on_other_mesh(unit):
         return ()
     if unit.settings.all_reduce_hook is not None:
         return ()  # it may keep the parameters of all meshes equal

@@ -14,27 +14,31 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_ext.optim.clip import clip_grad_norm_
+from fsdp_ext.optim.norms import groups_of_plain_experts, is_on_other_mesh
 from fsdp_ext.sharding.params.ownership import is_sharded
 from fsdp_ext.sharding.root.unit import owners_of, units_alive
 
 _MODULES, _NAME = ("torch.nn.utils", "torch.nn.utils.clip_grad"), "clip_grad_norm_"
 
-_torchs: dict[str, Any] = {}  # what serve_both has replaced, by module
+_served: dict[str, tuple[Any, Any]] = {}  # PyTorch's function and ours, by module
 
 
 def serve_both() -> None:
     """Let ``clip_grad_norm_`` call fsdp_ext's for parameters that fsdp_ext has sharded."""
     for name in _MODULES:
         module = importlib.import_module(name)
-        _torchs[name] = getattr(module, _NAME)
-        setattr(module, _NAME, _of_both(_torchs[name]))
+        torchs = getattr(module, _NAME)
+        _served[name] = torchs, _of_both(torchs)
+        setattr(module, _NAME, _served[name][1])
 
 
 def serve_torchs() -> None:
-    """Undo :func:`serve_both`."""
-    for name, torchs in _torchs.items():
-        setattr(importlib.import_module(name), _NAME, torchs)
-    _torchs.clear()
+    """Undo :func:`serve_both`, except where the program has replaced the function since."""
+    for name, (torchs, ours) in _served.items():
+        module = importlib.import_module(name)
+        if getattr(module, _NAME) is ours:
+            setattr(module, _NAME, torchs)
+    _served.clear()
 
 
 def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -67,8 +71,15 @@ def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _are_ours(params: list[Any]) -> bool:
     """Return whether fsdp_ext's function clips these parameters as PyTorch's does."""
+    # PyTorch's function refuses plain parameters beside DTensors. Ours would add each rank's own.
+    if any(param.requires_grad and not isinstance(param, DTensor) for param in params):
+        return False
     # FSDP1's flat parameters keep PyTorch's function, which does not reduce their norm over ranks.
     if not any(is_sharded(param) and isinstance(param, DTensor) for param in params):
+        return False
+    # PyTorch's function reduces the norm of plain experts alone over their own mesh.
+    experts = owners_of(filter(is_on_other_mesh, units_alive()))
+    if experts and all(groups_of_plain_experts(param, experts.get(param)) for param in params):
         return False
     # PyTorch's function counts duplicates twice, and finds no gradients of attached units.
     ids = set(map(id, params))

@@ -483,6 +483,12 @@ def _attached() -> nn.Module:
     return model
 
 
+def _beside_a_plain_parameter() -> nn.Module:
+    model = _model()
+    fsdp_ext.fully_shard(model, ignored_params={next(model.parameters())})
+    return model
+
+
 def _infinite(params: Iterator[Any]) -> list[Any]:
     given = list(params)
     given[0].grad.mul_(math.inf)
@@ -501,6 +507,7 @@ def _is_torchs() -> None:
         (lambda: _shard_all(TORCHS.fully_shard), (0.1,), {}),
         (lambda: fsdp_ext.FullyShardedDataParallel(_model()), (0.1,), {}),  # a flat parameter
         (_attached, (0.1,), {}),
+        (_beside_a_plain_parameter, (0.1,), {}),
         (_sharded, (0.1, -1.0), {}),
         (_sharded, (0.1,), {"given": lambda params: [*params] * 2}),
         (_sharded, (0.1,), {"given": _redistributed}),
@@ -523,6 +530,17 @@ def _is_torchs() -> None:
             ), number
         with pytest.warns(UserWarning, match="empty generator"):
             assert nn.utils.clip_grad_norm_((param for param in ()), 1.0) == 0
+
+
+def test_a_function_that_replaced_ours_stays() -> None:
+    other: Any = object()
+    try:
+        with patched():
+            nn.utils.clip_grad_norm_ = other
+        assert nn.utils.clip_grad_norm_ is other
+        assert clip_grad.clip_grad_norm_ is TORCHS_CLIP
+    finally:
+        nn.utils.clip_grad_norm_ = TORCHS_CLIP
 
 
 def _compiled() -> None:
