@@ -7,6 +7,7 @@ Other commands look into checkpoints and convert them (checkpoint/cli.py).
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from ctypes.util import find_library
@@ -17,7 +18,7 @@ from fsdp_ext import _C, _build_info
 from fsdp_ext.checkpoint import cli as of_checkpoints
 from fsdp_ext.comm import measure_link
 from fsdp_ext.comm.lanes import nccl_libraries
-from fsdp_ext.comm.nccl_settings import OF_LANES, describe_lane, nccl_settings
+from fsdp_ext.comm.nccl_settings import OF_ALL, OF_LANES, describe_lane, nccl_settings
 from fsdp_ext.comm.transports import VARIABLE, resolve_transport, why_no_shared_memory
 from fsdp_ext.planner import cli
 
@@ -87,7 +88,9 @@ def _describe_transport(device_type: str) -> str:
 def _describe_gpu() -> str:
     name = torch.cuda.get_device_name()
     try:
-        _C.Packer(gpu=0)  # raises if the build has no kernels for this GPU
+        _C.Packer(
+            gpu=torch.cuda.current_device()
+        )  # raises if the build has no kernels for this GPU
     except RuntimeError as error:
         return f"{name}. {error}"
     return name
@@ -116,6 +119,8 @@ def _describe_cuda() -> dict[str, str]:
     for lane, of_lane in (("gather", settings.gather), ("reduce", settings.reduce)):
         if of_lane:
             lines[f"{lane} lane"] = f"{describe_lane(of_lane)} ({OF_LANES[lane]})"
+    if policy := os.environ.get(OF_ALL):
+        lines["all lanes"] = f"cta_policy {policy} ({OF_ALL})"
     return {**lines, "registered buffers": buffers}
 
 

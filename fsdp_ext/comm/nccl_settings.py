@@ -14,6 +14,7 @@ from fsdp_ext.comm.rendezvous import machine
 
 REGISTER = "FSDP_EXT_NCCL_REGISTER"
 OF_LANES = {"gather": "FSDP_EXT_NCCL_GATHER", "reduce": "FSDP_EXT_NCCL_REDUCE"}
+OF_ALL = "NCCL_CTA_POLICY"  # csrc/comm/nccl/nccl_paths.cpp reads it
 PACK_MULTIPROCESSORS = "FSDP_EXT_PACK_MULTIPROCESSORS"
 
 # The least and the most of each number. NCCL has at most 64 channels.
@@ -42,11 +43,13 @@ class NcclSettings:
 
     def __str__(self) -> str:
         """Return the settings as text, which is the same on ranks that agree."""
+        of_all = os.environ.get(OF_ALL)
         return ", ".join(
             [
                 f"{REGISTER}={int(self.registers_buffers)}",
                 f"{OF_LANES['gather']}={describe_lane(self.gather)}",
                 f"{OF_LANES['reduce']}={describe_lane(self.reduce)}",
+                *([f"{OF_ALL}={of_all}"] if of_all else []),
             ]
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from fsdp_ext import _C
 from fsdp_ext._util.tables import size
 from fsdp_ext.comm.lanes import nccl_lanes
 from fsdp_ext.comm.measure_link import DTYPE, OPERATIONS, buffers_of, mean_seconds
-from fsdp_ext.comm.nccl_settings import OF_LANES, POLICIES, describe_lane, nccl_settings
+from fsdp_ext.comm.nccl_settings import OF_ALL, OF_LANES, POLICIES, describe_lane, nccl_settings
 from fsdp_ext.sharding.root.agreement import exchange, has_peers, together
 from fsdp_ext.sharding.root.root import Root
 
@@ -57,10 +58,11 @@ def measure_policies(root: Root, buckets: int, repeats: int) -> tuple[LanePolici
     """Time a gather and a reduction of a bucket's mean size, on lanes made for each policy.
 
     All ranks call this together. The result leaves out policies that cannot be used or have no
-    memory, and lanes whose environment variable has a policy.
+    memory, and lanes whose environment variable has a policy. It is empty if NCCL_CTA_POLICY is
+    set.
     """
     first = root.units[0]
-    if root.lanes.transport != "nccl" or not has_peers(first):
+    if root.lanes.transport != "nccl" or not has_peers(first) or os.environ.get(OF_ALL):
         return ()
     mean = sum(unit.layout_for(training=False).gather_bytes for unit in root.units) // buckets
     part = max(mean // DTYPE.itemsize, 1) * DTYPE.itemsize

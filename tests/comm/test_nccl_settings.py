@@ -40,6 +40,8 @@ def test_each_lane_has_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None
         "FSDP_EXT_NCCL_REGISTER=1, FSDP_EXT_NCCL_GATHER=cluster_size=0,cta_policy=zero, "
         "FSDP_EXT_NCCL_REDUCE=cta_policy=efficiency,max_ctas=8,min_ctas=2"
     )
+    monkeypatch.setenv("NCCL_CTA_POLICY", "1")
+    assert str(found).endswith(", NCCL_CTA_POLICY=1")
 
 
 @pytest.mark.parametrize(

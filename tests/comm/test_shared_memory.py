@@ -301,6 +301,7 @@ def test_the_module_shows_the_transports(
     monkeypatch.setattr(_build_info, "BUILD_KIND", "CUDA")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["fsdp_ext"])
     *of_gpus, on_host = shown("")
     assert of_gpus == ["nccl"] * has_gpu
@@ -324,6 +325,7 @@ def test_the_module_says_what_keeps_gpus_from_being_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(_build_info, "BUILD_KIND", "CUDA")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("fsdp_ext._C.Packer", without_kernels)
     assert describe()["GPU"] == "Some GPU. This build of fsdp_ext has no kernels for GPU 0."
 
