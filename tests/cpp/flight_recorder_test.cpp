@@ -188,7 +188,7 @@ class FlightRecords : public ::testing::Test {
 
 // Rank 0 of two. The other one never comes.
 struct Lonely {
-  explicit Lonely(milliseconds streams, milliseconds meeting = milliseconds(400))
+  explicit Lonely(milliseconds streams, milliseconds meeting = milliseconds(800))
       : gather_point(std::make_shared<MeetingPoint>(2, meeting)),
         reduce_point(std::make_shared<MeetingPoint>(2, meeting)),
         lanes(make_lanes(new ThreadsCommunicator(gather_point, 0), reduce_point, 0, streams)),
@@ -216,10 +216,10 @@ struct Lonely {
 
 TEST_F(FlightRecords, AreWrittenWhenAPeerNeverComes) {
   const auto recorder = std::make_shared<FlightRecorder>(7, kEntries, prefix());
-  Lonely rank(milliseconds(50));
+  Lonely rank(milliseconds(200));
   record(*recorder, rank.lanes);
   const std::string message = rank.error_of_forward();
-  expect_contains(message, "50 ms for the all-gather of unit 'lonely'");
+  expect_contains(message, "200 ms for the all-gather of unit 'lonely'");
   expect_contains(message, "The flight record of rank 7 is in " + prefix() + "7.");
   const std::string content = content_of(recorder->path());
   expect_contains(content, "the all-gather of unit 'lonely' in forward");
@@ -242,10 +242,10 @@ TEST_F(FlightRecords, ThatCannotBeWrittenLeaveTheError) {
   std::filesystem::create_directories(folder_);
   std::ofstream(folder_ / "sub") << "a file in the place of the folder";
   const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix());
-  Lonely rank(milliseconds(50));
+  Lonely rank(milliseconds(200));
   record(*recorder, rank.lanes);
   const std::string message = rank.error_of_forward();
-  expect_contains(message, "50 ms for the all-gather of unit 'lonely'");
+  expect_contains(message, "200 ms for the all-gather of unit 'lonely'");
   expect_contains(message, "There is no flight record: fsdp_ext could not write the flight record");
   expect_contains(message, "Not a directory");
 }
@@ -264,10 +264,10 @@ TEST_F(FlightRecords, ThatTakeTooLongDoNotHoldUpTheError) {
     ASSERT_EQ(::mkfifo(pipes.back().c_str(), 0600), 0);
   }
   const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix(), milliseconds(30));
-  Lonely rank(milliseconds(50));
+  Lonely rank(milliseconds(200));
   record(*recorder, rank.lanes);
   const std::string message = rank.error_of_forward();
-  expect_contains(message, "50 ms for the all-gather of unit 'lonely'");
+  expect_contains(message, "200 ms for the all-gather of unit 'lonely'");
   expect_contains(message, "There is no flight record yet: fsdp_ext has waited 30 ms for " +
                                recorder->path() + " to be written.");
   std::vector<int> readers;
@@ -325,7 +325,7 @@ TEST_F(FlightRecords, HoldAWholeStepOfBothLanes) {
 // After a watchdog has ended a collective, all of them look complete.
 TEST_F(FlightRecords, AreNotReplacedByOnesOfEndedCollectives) {
   const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix());
-  Lonely rank(milliseconds(50));
+  Lonely rank(milliseconds(200));
   record(*recorder, rank.lanes);
   const std::string said = recorder->account_before_abort();
   expect_contains(said, "The flight record of rank 0 is in ");
@@ -333,7 +333,7 @@ TEST_F(FlightRecords, AreNotReplacedByOnesOfEndedCollectives) {
   EXPECT_EQ(recorder->account_before_abort(), said);
   expect_contains(rank.error_of_forward(), said);
   EXPECT_FALSE(std::filesystem::exists(recorder->path()));
-  Lonely later(milliseconds(50));
+  Lonely later(milliseconds(200));
   record(*recorder, later.lanes);
   later.error_of_forward();
   EXPECT_TRUE(std::filesystem::exists(recorder->path()));
@@ -342,7 +342,7 @@ TEST_F(FlightRecords, AreNotReplacedByOnesOfEndedCollectives) {
 TEST_F(FlightRecords, LeaveOutLanesThatAreGone) {
   const auto recorder = std::make_shared<FlightRecorder>(0, kEntries, prefix());
   {
-    Lonely rank(milliseconds(50));
+    Lonely rank(milliseconds(200));
     record(*recorder, rank.lanes);
     rank.error_of_forward();
   }
