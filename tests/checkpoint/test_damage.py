@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checkpoints import assert_same
+from support.forked import error_in_child
 from support.launcher import run_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -498,23 +499,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 def error_of_another_user(call: Callable[[], object]) -> str:
     """Run a call in a child process without root's rights. Return its error, or "no error"."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = "no error"
-        try:
-            if os.geteuid() == 0:
-                os.setuid(65534)
-            call()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return text
+
+    def call_as_another() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        call()
+
+    return error_in_child(call_as_another)
 
 
 def test_places_without_permission() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.forked import error_in_child
 from support.launcher import run_ranks
 from torch import nn
 
@@ -24,24 +24,15 @@ def _step(model: nn.Module) -> float:
 
 def _error_in_child(action: Callable[[], object]) -> str:
     """Return what `action` raises in a forked child, which then frees what it has."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        message = "no error"
+
+    def act() -> None:
         try:
             action()
-        except RuntimeError as error:
-            message = str(error)
-        del action
-        lanes._lanes.clear()  # as at the end of a process
-        gc.collect()
-        os.write(theirs, message.encode())
-        os._exit(0)
-    os.close(theirs)
-    with open(ours) as pipe:
-        message = pipe.read()
-    os.waitpid(child, 0)
-    return message
+        finally:
+            lanes._lanes.clear()  # as at the end of a process
+            gc.collect()
+
+    return error_in_child(act)
 
 
 def _use_in_child(transport: str, is_trained: bool) -> tuple[str, str]:
