@@ -87,10 +87,8 @@ def _describe_transport(device_type: str) -> str:
 
 def _describe_gpu() -> str:
     name = torch.cuda.get_device_name()
-    try:
-        _C.Packer(
-            gpu=torch.cuda.current_device()
-        )  # raises if the build has no kernels for this GPU
+    try:  # a packer loads all kernels
+        _C.Packer(gpu=torch.cuda.current_device())
     except RuntimeError as error:
         return f"{name}. {error}"
     return name

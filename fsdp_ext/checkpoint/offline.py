@@ -17,6 +17,7 @@ from fsdp_ext.checkpoint.saving import write_index
 from fsdp_ext.checkpoint.snapshot import Content
 from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
 from fsdp_ext.checkpoint.transfers import new_tensor
+from fsdp_ext.checkpoint.weights import cast_dtype
 
 
 def write_checkpoint(directory: Path, contents: Mapping[str, Content]) -> Path:
@@ -77,15 +78,9 @@ def _read(name: str, parts: list[tuple[TensorFile, Part]]) -> torch.Tensor:
 def whole_parts(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> dict[str, Part]:
-    """Return the part of each tensor in a file that has whole tensors.
-
-    ``dtype`` replaces the dtype of floating-point tensors; None keeps it.
-    """
+    """Return the part of each tensor, cast to ``dtype``, in a file that has whole tensors."""
     return {
-        name: Part.whole_of(
-            dtype if dtype is not None and each.is_floating_point() else each.dtype,
-            tuple(each.shape),
-        )
+        name: Part.whole_of(cast_dtype(each.dtype, dtype), tuple(each.shape))
         for name, each in tensors.items()
     }
 

@@ -5,11 +5,11 @@
 # and writes one answer for each, under a key that ends with the message's number. A rank that gives
 # up overwrites its message with null, and rank 0 remembers the number of the last message that it
 # read from each rank. So a stale message is not read in a later agreement, unless the store did not
-# answer when its rank gave up. If rank 0 gives up, it writes the reason for each missing rank. It
-# deletes the reason when it begins the next agreement with the same key, or when the rank has come
-# to a later one. A rank that finds a reason is either late for the agreement that rank 0 gave up,
-# or early for the next agreement with the same key. It waits _GRACE for an answer, and then raises
-# rank 0's reason.
+# answer when its rank gave up.
+# If rank 0 gives up, it leaves its reason in the store for each rank that has not come. A rank that
+# finds a reason may be late for that agreement, or early for the next agreement with the same key.
+# So the rank first waits _GRACE for an answer, and then raises the reason. Rank 0 deletes a reason
+# when it begins the next agreement with the same key, or when the rank has come to a later one.
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -35,10 +36,17 @@ _GRACE = 60.0  # seconds that a rank waits for an answer before it believes rank
 _GAVE_UP = "/gave_up"
 
 _numbers = itertools.count(1)  # of this process's messages
-# The number of the message that rank 0 has taken last, by group and key.
-_taken: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-# The ranks for which rank 0 has left a reason, by group and key.
-_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Store:
+    """What rank 0 knows of the keys in the store."""
+
+    taken: dict[str, int] = field(default_factory=dict)  # the last number read, by message key
+    reasons: dict[str, int] = field(default_factory=dict)  # the rank that a reason is for, by key
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Store] = weakref.WeakKeyDictionary()
 
 
 class OtherRanksError(RuntimeError):
@@ -124,9 +132,8 @@ class Ranks:
         self._turn += 1
         message = {"ok": value} if failure is None else self._failed(self.rank, failure)
         if self.rank == 0:
-            taken = _taken.setdefault(self._group, {})
-            reasons = _reasons.setdefault(self._group, {})
-            decision = self._decide(what, message, decide, taken, reasons)
+            known = _known.setdefault(self._group, _Store())
+            decision = self._decide(what, message, decide, known)
         else:
             decision = self._follow(what, message)
         if failure is not None:
@@ -163,17 +170,16 @@ class Ranks:
         what: str,
         message: Any,
         decide: Callable[[list[Any]], Any],
-        taken: dict[str, int],
-        reasons: dict[str, int],
+        known: _Store,
     ) -> Any:
         """Decide on rank 0, and tell the others, also if that fails."""
         failure: Exception | None = None
         keys = {rank: self._key(what, rank) for rank in range(1, self.size)}
-        looks = {rank: partial(self._new_message, key, taken) for rank, key in keys.items()}
+        looks = {rank: partial(self._new_message, key, known.taken) for rank, key in keys.items()}
 
         def forget_reasons(outdated: Iterable[str]) -> None:
             for key in outdated:
-                if reasons.pop(key, None) is not None:
+                if known.reasons.pop(key, None) is not None:
                     self._calls.ask_if_possible(partial(self._store.delete_key, key + _GAVE_UP))
 
         forget_reasons(keys.values())
@@ -190,12 +196,12 @@ class Ranks:
                 found = self._calls.ask_if_possible(looks[rank])
                 if found is not None:
                     came[rank] = found
-        forget_reasons([key for key, rank in tuple(reasons.items()) if rank in came])
+        forget_reasons([key for key, rank in tuple(known.reasons.items()) if rank in came])
         numbers = {keys[rank]: of_rank["number"] for rank, of_rank in came.items()}
-        taken |= numbers
+        known.taken |= numbers
         self._answers = [_answer_key(key, number) for key, number in numbers.items()]
         late = {keys[rank]: rank for rank in keys.keys() - came.keys()}
-        reasons |= late
+        known.reasons |= late
         told = [*self._answers, *(key + _GAVE_UP for key in late)]
         tell = partial(self._store.multi_set, told, [json.dumps(decision)] * len(told))
         if failure is not None:

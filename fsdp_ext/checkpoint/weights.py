@@ -37,8 +37,13 @@ class Weight:
         return cast(torch.Tensor, local_of(self.tensor)).detach()
 
     def dtype_as(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return its dtype after a cast to ``dtype``, which leaves integers as they are."""
-        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+        """Return the dtype after a cast to ``dtype``."""
+        return cast_dtype(self.dtype, dtype)
+
+
+def cast_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``dtype`` in place of a floating-point dtype, unless it is None."""
+    return dtype if dtype is not None and own.is_floating_point else own
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:

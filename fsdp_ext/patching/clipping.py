@@ -71,17 +71,20 @@ def _of_both(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _are_ours(params: list[Any]) -> bool:
     """Return whether fsdp_ext's function clips these parameters as PyTorch's does."""
-    # PyTorch's function refuses plain parameters beside DTensors. Ours would add each rank's own.
+    # PyTorch's function raises for plain parameters beside DTensors. Ours would add the norms of
+    # each rank's plain parameters, which may differ. Flat parameters of FSDP1's wrapper are plain,
+    # too. PyTorch's function clips each rank's part of them by the part's own norm.
     if any(param.requires_grad and not isinstance(param, DTensor) for param in params):
         return False
-    # FSDP1's flat parameters keep PyTorch's function, which does not reduce their norm over ranks.
     if not any(is_sharded(param) and isinstance(param, DTensor) for param in params):
         return False
-    # PyTorch's function reduces the norm of plain experts alone over their own mesh.
+    # If all parameters are plain experts, PyTorch's norm is that of the ranks of the experts' mesh,
+    # and ours that of the root's ranks.
     experts = owners_of(filter(is_on_other_mesh, units_alive()))
     if experts and all(groups_of_plain_experts(param, experts.get(param)) for param in params):
         return False
-    # PyTorch's function counts duplicates twice, and finds no gradients of attached units.
+    # PyTorch's function counts a parameter twice if it is passed twice, and finds no gradients in
+    # units with an attached optimizer.
     ids = set(map(id, params))
     attached = owners_of(unit for unit in units_alive() if unit.settings.update is not None)
     return len(ids) == len(params) and ids.isdisjoint(map(id, attached))

@@ -111,8 +111,8 @@ LanePath path_of_lane(const nccl::Api& api, LaneUse use, const NcclOptions& opti
   path.registers = registers_buffers(api, options);
   const bool is_safe = path.registers && api.has_safe_symmetric_kernels() &&
                        !(gathers && first_copies_hang(api, options));
-  // NCCL_CTA_POLICY may set "zero" where copy engines are unsafe. The lane then has no windows, and
-  // NCCL ignores the policy.
+  // NCCL_CTA_POLICY=2 also holds where copy engines are unsafe. Gathers then get no windows, and
+  // without windows NCCL uses no copy engines.
   const bool copies = gathers && policy == nccl::kZeroCtas && path.registers && obstacle.empty();
   path.symmetric_outputs = is_safe || copies;
   path.symmetric_inputs = is_safe || (copies && api.version < kFirstThatCopiesPlainInputs);

@@ -13,13 +13,16 @@
 // steps the modules need the sharded parameters. So a forward without gradients reshards all units,
 // even those that stay unsharded if a backward follows. If the user asked for
 // reshard_after_forward=False, the unit keeps its slot for the next evaluation, but it is put away:
-// users see its sharded parameters. Units under FSDP1's NO_SHARD keep no slot, because FSDP1 casts
-// for each forward and so sees writes that do not change the version. After an exception every unit
-// is put away. A unit that the user has unsharded with unshard() stays as it is. Replays of a CUDA
-// graph write slots and change shards without a new version. So a forward that is captured, and
-// each forward after it, gathers all units anew. A backward with create_graph=True also puts its
-// units away: a second backward may read their slots. The next forward gathers them anew, because
-// shards may change without a new version.
+// users see its sharded parameters. There are exceptions:
+// - Under FSDP1's NO_SHARD no slot is kept. PyTorch's FSDP1 casts the parameters in each forward,
+//   and so sees writes that do not change the version.
+// - After an exception every unit is put away.
+// - A unit that the user has unsharded with unshard() stays as it is.
+// - Replays of a CUDA graph write slots, and change shards without a new version. So a forward that
+//   is captured, and each forward after that, gathers all units anew.
+// - A backward with create_graph=True puts its units away, because a second backward may read their
+//   slots. The next forward gathers these units anew: their shards may have changed without a new
+//   version.
 #pragma once
 
 #include <cstdint>
