@@ -318,6 +318,7 @@ def test_the_module_says_what_keeps_gpus_from_being_used(monkeypatch: pytest.Mon
     def without_kernels(gpu: int) -> None:
         raise RuntimeError(f"This build of fsdp_ext has no kernels for GPU {gpu}.")
 
+    monkeypatch.setattr(_build_info, "BUILD_KIND", "CPU")
     monkeypatch.setattr(torch.version, "cuda", None)
     for library, is_missing in ((None, False), ("libcuda.so.1", True)):
         monkeypatch.setattr("fsdp_ext.__main__.find_library", lambda name, it=library: it)

@@ -198,7 +198,10 @@ def _joined(directory: Path) -> None:
     }
     assert sorted(named.values()) == ["rank 0, shared_memory", "rank 1, shared_memory"]
     assert os.getpid() not in named
-    for number in range(LAYERS):  # both traces agree when each gather was issued
+    # Both traces agree when each gather was issued. PyTorch calibrates its clock when a profile
+    # begins and ends, and on a busy machine that is some milliseconds off.
+    tolerance = 50_000
+    for number in range(LAYERS):
         issues = sorted(
             (event["ts"], event["ts"] + event["dur"])
             for event in ranges
@@ -210,7 +213,7 @@ def _joined(directory: Path) -> None:
             if event["name"] == f"gather h.{number}" and named[event["pid"]][5] == str(rank)
         )
         for (begin, end), moment in zip(issues, issued, strict=True):
-            assert begin - 2000 < moment < end + 2000
+            assert begin - tolerance < moment < end + tolerance
 
     zipped = directory / f"torch{rank}.json.gz"
     zipped.write_bytes(gzip.compress(theirs.read_bytes()))
