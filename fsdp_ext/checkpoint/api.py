@@ -17,6 +17,7 @@ from fsdp_ext.checkpoint.ranks import TIMEOUT, Ranks
 from fsdp_ext.checkpoint.saving import write
 from fsdp_ext.checkpoint.snapshot import Snapshot, collect
 from fsdp_ext.checkpoint.state_dicts import Optimizers, as_optimizers
+from fsdp_ext.checkpoint.transfers import free_pinned_memory
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -189,7 +190,10 @@ def load(
     with ranks.together("checkpoint.load"):
         loaded = read(path, model, optimizers, ranks.rank, strict=strict)
     loaded.put_into(model, optimizers)
-    return loaded.extra
+    saved = loaded.extra
+    del loaded
+    free_pinned_memory()
+    return saved
 
 
 def _check_keep(keep: int | None) -> None:

@@ -24,6 +24,8 @@ from fsdp_ext import _C
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.snapshot import Content, Snapshot
 from fsdp_ext.checkpoint.state_dicts import flat_tensors
+from fsdp_ext.checkpoint.transfers import free_pinned_memory
+from fsdp_ext.checkpoint.weights import names_of
 from fsdp_ext.optim.flat_step import register_update_pre_hook
 from fsdp_ext.sharding.params.checked_optimizers import steps_shards
 
@@ -341,7 +343,7 @@ class Staged:
             if frees_pinned:
                 for device in self._streams:  # until torch sees that no copy uses the old memory
                     torch.cuda.current_stream(device).synchronize()
-                _free_pinned_memory()
+                free_pinned_memory()
             memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
         self._memory[what] = memory
         return snapshot.copied(memory)
@@ -351,14 +353,6 @@ class Staged:
 def _stream_on(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all saves: torch frees pinned memory after the streams that used it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _free_pinned_memory() -> None:
-    """Give pinned memory that nobody uses back to the system: torch would keep it."""
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
-    else:  # torch 2.11
-        torch._C._host_emptyCache()
 
 
 @functools.cache  # once in a process

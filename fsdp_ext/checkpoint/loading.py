@@ -19,6 +19,7 @@ from fsdp_ext.checkpoint import state_dicts
 from fsdp_ext.checkpoint.boxes import box_of
 from fsdp_ext.checkpoint.reading import Checkpoint, Parts, Reader, Weights, decoded, shape_of
 from fsdp_ext.checkpoint.tensor_files import QUANTIZED, DamagedFileError, Part, TensorFile
+from fsdp_ext.checkpoint.transfers import new_for_reading
 from fsdp_ext.checkpoint.trees import tensors_in
 from fsdp_ext.checkpoint.weights import aliases_of, metadata_of
 from fsdp_ext.optim.state_entries import local_of, over
@@ -97,7 +98,7 @@ def _plan_tensor(
     # All ranks read their parts, so which rank this is does not matter.
     box = box_of(name, like, 0, 1, reader.known)
     # It stays on the host. load_state_dict copies one tensor at a time to the device.
-    read = torch.empty(local_of(like).shape, dtype=dtype, device="cpu")
+    read = new_for_reading(local_of(like), dtype)
     if box is not None:
         reader.add(name, parts[name], box.offset, read)
     return over(read, like)

@@ -22,6 +22,7 @@ from fsdp_ext.checkpoint.reading import Parts, Reader, Weights
 from fsdp_ext.checkpoint.snapshot import content_of_weights
 from fsdp_ext.checkpoint.state_dicts import set_weights, weights_of
 from fsdp_ext.checkpoint.tensor_files import MALFORMED, TensorFile
+from fsdp_ext.checkpoint.transfers import free_pinned_memory
 
 
 @torch.inference_mode(False)  # DTensors cannot be detached there
@@ -61,6 +62,8 @@ def load_pretrained(
         stored = Weights(Path(directory), open_files(Path(directory)), {}, {}, {})
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
     set_weights(model, weights)
+    del weights
+    free_pinned_memory()
     return missing
 
 

@@ -88,6 +88,26 @@ def new_tensor(
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=begin).view(shape)
 
 
+def new_for_reading(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor on the host, for values that will be copied to ``like``.
+
+    If it is large and ``like`` is on a GPU, it is pinned: the GPU reads pinned memory itself. Call
+    :func:`free_pinned_memory` when it is no longer used.
+    """
+    pins = like.is_cuda and like.numel() * dtype.itemsize >= _LARGE
+    return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pins)
+
+
+def free_pinned_memory() -> None:
+    """Give pinned memory that nobody uses back to the system: torch would keep it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11
+        torch._C._host_emptyCache()
+
+
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     assert isinstance(tensor, DTensor)
     return tensor.device_mesh

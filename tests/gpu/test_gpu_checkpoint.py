@@ -15,8 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import checkpoint, fully_shard, optim
-from fsdp_ext.checkpoint import background
+from fsdp_ext.checkpoint import background, loading
+from fsdp_ext.checkpoint.background import Portion
 from fsdp_ext.checkpoint.snapshot import Snapshot
+from fsdp_ext.checkpoint.transfers import new_for_reading
 
 pytest.importorskip("xxhash", reason="the machine has no network to install it")
 
@@ -137,6 +139,36 @@ def _grows(place: Path) -> None:
 
 def test_copies_that_grow_leave_no_pinned_memory_behind(tmp_path: Path) -> None:
     run_ranks(_grows, 1, tmp_path, device="cuda")
+
+
+def _reads_into_pinned_memory(place: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: Any = fully_shard(nn.Linear(1024, 512, device="cuda"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    saved, other = made(0), made(1)
+    checkpoint.save(place, *saved)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    pinned: list[bool] = []
+
+    def noted(like: Tensor, dtype: torch.dtype) -> Tensor:
+        new = new_for_reading(like, dtype)
+        pinned.append(new.is_pinned())
+        return new
+
+    loading.new_for_reading = noted
+    checkpoint.load(place, *other)
+    assert sorted(pinned) == [False] * 5 + [True] * 3  # the weight and its two moments
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
+    assert_equal(state_of(*other), state_of(*saved))
+
+
+def test_a_load_reads_large_tensors_into_pinned_memory_and_gives_it_back(tmp_path: Path) -> None:
+    run_ranks(_reads_into_pinned_memory, 1, tmp_path, device="cuda", fresh=True)
 
 
 PLAIN = "plain"
