@@ -738,8 +738,7 @@ FAULTS = (
     Fault(
         "hooks before the update in backward do not run",
         f"{OPTIM}/flat_step.py",
-        "hook(self)",
-        within="            hook(self)\n",
+        "hook(part.own)",
         python=("async_save", "attached_optimizers"),
     ),
     Fault(
@@ -864,6 +863,13 @@ FAULTS = (
         f"{CHECKPOINT}/background.py",
         "saving.before_step(optimizer)",
         within="        saving.before_step(optimizer)\n",
+        python=("async_save",),
+    ),
+    Fault(
+        "a unit of an attached optimizer waits for the copies of other units",
+        f"{CHECKPOINT}/background.py",
+        "each.params is params",
+        "each.params is not params",
         python=("async_save",),
     ),
     Fault(

@@ -93,10 +93,10 @@ def async_save(
 
     What the optimizer steps is copied to the host after the call: by a thread, or on a GPU by a
     stream of its own. The optimizer's next step waits for the copies. If the optimizer is attached,
-    backward waits for them before it steps the first unit. If anything else writes to a parameter
-    before it is copied, the save fails: call ``handle.wait_for_copies()`` first. Everything else is
-    copied during the call. A thread writes the copies. Their memory stays allocated for the next
-    call, as long as the model exists.
+    each unit's step in backward waits for the copies of that unit. If anything else writes to a
+    parameter before it is copied, the save fails: call ``handle.wait_for_copies()`` first.
+    Everything else is copied during the call. A thread writes the copies. Their memory stays
+    allocated for the next call, as long as the model exists.
 
     Args:
         directory: as in :func:`save`, as are ``model``, ``optimizer``, ``extra``, ``keep``,

@@ -10,10 +10,10 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from fsdp_ext.checkpoint.transfers import free_pinned_memory
 from fsdp_ext.checkpoint.weights import names_of
 from fsdp_ext.optim.flat_step import register_update_pre_hook
 from fsdp_ext.sharding.params.checked_optimizers import steps_shards
+from fsdp_ext.sharding.root.module_state import units_below
 
 _NICENESS = 10  # of the thread, so that it takes no core from threads that train
 
@@ -106,6 +107,11 @@ class Saving:
         """Wait for the copies of what the optimizer's step changes."""
         if self._staged is not None:
             self._staged.before_step(optimizer)
+
+    def before_update(self, params: frozenset[Any] | None) -> None:
+        """Wait for the copies of what the update of a unit in backward changes."""
+        if self._staged is not None:
+            self._staged.before_update(params)
 
     def _check_process(self) -> None:
         if self._write is not None and os.getpid() != self._process:
@@ -208,20 +214,77 @@ def _error() -> BaseException | None:
     return error
 
 
+class Portion:
+    """Tensors that are copied together.
+
+    Args:
+        keys: the kind of file and the name of each.
+        watched: tensors with names. If the version of one has changed before the copies are made,
+            something else than the optimizer's step has written to it.
+        params: the parameters of a unit that an attached optimizer steps, if these tensors belong
+            to them.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[tuple[str, str]],
+        watched: Iterable[tuple[str, torch.Tensor]] = (),
+        params: frozenset[Any] | None = None,
+    ) -> None:
+        self.params = params
+        self._keys = keys
+        self._versions = [(name, tensor, tensor._version) for name, tensor in watched]
+        self._changed: list[str] | None = None
+        self._lock = threading.Lock()
+        self._issued = threading.Event()
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    def copy(self, source: Snapshot, target: Snapshot) -> None:
+        """Copy the tensors that this rank saves. Copies from a GPU are only issued."""
+        for kind, name in self._keys:
+            box = source.kinds[kind].boxes.get(name)
+            if box is not None:
+                copy = target.kinds[kind].boxes[name].tensor
+                copy.copy_(box.tensor, non_blocking=True)
+
+    def end(self, events: dict[torch.device, torch.cuda.Event]) -> None:
+        """Let steps go on after these events: everything is issued, or will not be copied."""
+        self._events = events
+        self._issued.set()
+
+    def wait(self) -> None:
+        """Let what follows on this thread and its current streams come after the copies."""
+        self._issued.wait()
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        self.changed()
+
+    def changed(self) -> list[str]:
+        """Return the tensors that had been written to when this was called first."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = [
+                    name for name, tensor, old in self._versions if tensor._version != old
+                ]
+                self._versions = []
+            return self._changed
+
+
 class Staged:
     """Copies on the host of what is saved.
 
     Note [copies before the next step]
     Only the optimizer's step changes its parameters and states. So a thread copies these after the
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
-    waits for the thread's copies before the step of any optimizer of shards, also before an
-    attached one steps its first unit in backward: ``fsdp_ext.optim`` writes without changing
-    versions. Wrappers such as accelerate's may step without hooks. For them, the call copies
-    everything. So it does for optimizers that may step by replays of a CUDA graph, because replays
-    run no hooks: those whose step a graph has captured, and those on a GPU that have not stepped
-    since this module was imported. Versions show whether anything else wrote to a tensor meanwhile.
-    They are compared before the step, or once everything is copied. A forward that moves shards
-    (Note [moving shards] in ``csrc/core/units/bucket.h``) waits until everything is copied, too.
+    waits for the thread's copies before the step of any optimizer of shards. An attached optimizer
+    steps units in backward. So the thread copies these units one after the other, in the order of
+    backward, and each waits for its own copies. Wrappers such as accelerate's may step without
+    hooks. For them, the call copies everything. So it does for optimizers that may step by replays
+    of a CUDA graph, because replays run no hooks: those whose step a graph has captured, and those
+    on a GPU that have not stepped since this module was imported. Versions show whether anything
+    else wrote to a tensor meanwhile. They are compared before the step, or once everything is
+    copied. A forward that moves shards (Note [moving shards] in ``csrc/core/units/bucket.h``) waits
+    until everything is copied, too.
     """
 
     def __init__(
@@ -242,13 +305,9 @@ class Staged:
         for kind, content in contents.items():
             names = content.stepped if defers else ()
             self._deferred[kind], others[kind] = content.split(names)
-        watched = [pair for content in self._deferred.values() for pair in content.tensors.items()]
-        if defers:
-            watched += [pair for each in optimizers for pair in flat_tensors(model, each)]
-        self._versions = [(name, tensor, tensor._version) for name, tensor in watched]
-        self._changed: list[str] | None = None  # tensors that something else wrote to
-        self._lock = threading.Lock()
-        self._issued = threading.Event()  # set when the deferred copies are in the stream
+        self._portions: Sequence[Portion] = _portions(
+            model, self._deferred, optimizers if defers else ()
+        )
         self._copied = threading.Event()
         devices = {
             tensor.device
@@ -257,10 +316,10 @@ class Staged:
             if tensor.is_cuda
         }
         self._streams = {device: _stream_on(device) for device in devices}
-        self._copied_now = self._copy("others", others)
+        source, self._copied_now = self._place("others", others)
+        Portion(_keys_of(others)).copy(source, self._copied_now)
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
-        self._events: dict[torch.device, torch.cuda.Event] = {}
         self._optimizers: Sequence[Optimizer] = optimizers
 
     def finish(self) -> Snapshot | Exception:
@@ -273,67 +332,59 @@ class Staged:
             with contextlib.ExitStack() as streams:
                 for stream in self._streams.values():
                     streams.enter_context(torch.cuda.stream(stream))
-                copied = self._copied_now | self._copy("deferred", self._deferred)
-                self._events = {
-                    device: stream.record_event() for device, stream in self._streams.items()
-                }
-            self._issued.set()
-            for event in self._events.values():
-                event.synchronize()
-            changed = self._compare_versions()
+                source, copied = self._place("deferred", self._deferred)
+                for portion in self._portions:
+                    portion.copy(source, copied)
+                    portion.end({d: stream.record_event() for d, stream in self._streams.items()})
+            for stream in self._streams.values():
+                stream.synchronize()
+            changed = [name for portion in self._portions for name in portion.changed()]
             if changed:
                 return RuntimeError(
                     f"'{changed[0]}' was written to while async_save copied it, and not by the "
                     "optimizer's step. Call the handle's wait_for_copies() before such writes."
                 )
-            return copied
+            return self._copied_now | copied
         except Exception as error:
             for stream in self._streams.values():
                 stream.synchronize()  # copies may still go to memory that others will use
             return error
         finally:
-            # The handle may live longer than the model. The caller keeps the copies.
-            with self._lock:
-                self._versions = []
+            self.abandon()
+            # The handle may live longer than the model. The caller keeps the copies. Attributes
+            # that before_step may still read are replaced, not deleted.
+            self._optimizers = self._portions = ()
             del self._copied_now, self._deferred, self._memory
-            self._optimizers = ()  # replaced, not deleted: before_step may still read it
-            self._issued.set()
-            self._copied.set()
 
     def wait(self) -> None:
         """Wait until everything is copied."""
         self._copied.wait()
 
     def abandon(self) -> None:
-        """Let nobody wait for copies that will not be made."""
-        self._issued.set()
+        """Let nobody wait for copies that are made or will not be made."""
+        for portion in self._portions:
+            portion.end({})
         self._copied.set()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Wait for the copies, unless they are made or concern other parameters."""
-        if self._copied.is_set():
-            return
-        if not (any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)):
-            return
-        if not self._streams:
-            self._copied.wait()
-            return
-        self._issued.wait()
-        for device, event in self._events.items():
-            torch.cuda.current_stream(device).wait_event(event)
-        self._compare_versions()
+        """Wait for the copies, unless they concern other parameters."""
+        if self._portions and (
+            any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)
+        ):
+            self.before_update(None)
 
-    def _compare_versions(self) -> list[str]:
-        """Return the tensors that had been written to when this was called first."""
-        with self._lock:
-            if self._changed is None:
-                self._changed = [
-                    name for name, tensor, old in self._versions if tensor._version != old
-                ]
-            return self._changed
+    def before_update(self, params: frozenset[Any] | None) -> None:
+        """Wait for the copies of a unit that an attached optimizer steps; of all if not known."""
+        portions = self._portions
+        own = [each for each in portions if params is not None and each.params is params]
+        for portion in own or portions:
+            portion.wait()
 
-    def _copy(self, what: str, contents: Mapping[str, Content]) -> Snapshot:
-        """Copy to memory of the host, which later saves use again."""
+    def _place(self, what: str, contents: Mapping[str, Content]) -> tuple[Snapshot, Snapshot]:
+        """Return what this rank saves of ``contents``, and memory of the host for copies of it.
+
+        Later saves use the memory again.
+        """
         snapshot = Snapshot.of(contents, self._ranks)
         memory = self._memory.pop(what, None)
         if memory is None or len(memory) < snapshot.nbytes:
@@ -346,7 +397,33 @@ class Staged:
                 free_pinned_memory()
             memory = torch.empty(snapshot.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
         self._memory[what] = memory
-        return snapshot.copied(memory)
+        return snapshot, snapshot.placed_in(memory)
+
+
+def _keys_of(contents: Mapping[str, Content]) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, content in contents.items() for name in content.tensors]
+
+
+def _portions(
+    model: nn.Module, contents: Mapping[str, Content], optimizers: Sequence[Optimizer]
+) -> list[Portion]:
+    """Return portions of tensors that optimizers step, in the order in which they are stepped."""
+    settings = [unit.settings.update for unit in reversed(units_below(model))]
+    updates = [each.params for each in settings if each is not None]
+    names = names_of(model) if updates else {}
+    update_of = {names[param]: own for own in updates for param in own if param in names}
+    keys: dict[frozenset[Any] | None, list[tuple[str, str]]] = {own: [] for own in (*updates, None)}
+    for kind, name in _keys_of(contents):
+        keys[update_of.get(contents[kind].stepped[name])].append((kind, name))
+    flat = [pair for each in optimizers for pair in flat_tensors(model, each)]
+    return [
+        Portion(
+            own,
+            [(n, contents[kind].tensors[n]) for kind, n in own] + (flat if params is None else []),
+            params,
+        )
+        for params, own in keys.items()
+    ]
 
 
 @functools.cache
@@ -368,7 +445,12 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         saving.before_step(optimizer)
 
 
-register_update_pre_hook(_before_step)
+def _before_update(params: frozenset[Any] | None) -> None:
+    for saving in tuple(_running):
+        saving.before_update(params)
+
+
+register_update_pre_hook(_before_update)
 
 
 def _wait_for_copies() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp_ext.checkpoint.boxes import Box, own_boxes
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.state_dicts import State, optimizer_state, weights_of
 from fsdp_ext.checkpoint.tensor_files import checksum, digest, memory_of, resolved, round_up
-from fsdp_ext.checkpoint.trees import encode
+from fsdp_ext.checkpoint.trees import encode, tensors_in
 from fsdp_ext.checkpoint.weights import aliases_of, versions_of
 
 _ALIGNMENT = 16  # bytes, at which a view of any dtype may begin
@@ -29,8 +29,8 @@ class Content:
 
     tensors: dict[str, torch.Tensor]
     tree: Any  # everything but tensors, as JSON
-    # The names of the tensors that nothing but an optimizer's step changes.
-    stepped: frozenset[str] = frozenset()
+    # The tensors that nothing but an optimizer's step changes, by name: each parameter's name.
+    stepped: Mapping[str, str] = field(default_factory=dict)
 
     def split(self, names: Container[str]) -> tuple[Content, Content]:
         """Return two contents: the tensors of these names, and the other tensors."""
@@ -76,7 +76,7 @@ def content_of_weights(
     others = {name: each for name, each in weights.items() if name not in tensors}
     encoded = {name: encode(value, name, kept) for name, value in others.items()}
     tree = {"aliases": aliases, "other": encoded, "versions": dict(versions)}
-    return Content(kept, tree, frozenset(stepped))
+    return Content(kept, tree, {name: name for name in stepped if name in kept})
 
 
 def content_of_optimizer(state: State) -> Content:
@@ -84,6 +84,7 @@ def content_of_optimizer(state: State) -> Content:
     tensors: dict[str, torch.Tensor] = {}
     of_options: dict[str, torch.Tensor] = {}
     states = {name: encode(value, name, tensors) for name, value in state["state"].items()}
+    stepped = {each: name for name, tree in states.items() for each in tensors_in(tree)}
     groups = [
         {
             "names": group["names"],
@@ -92,7 +93,7 @@ def content_of_optimizer(state: State) -> Content:
         }
         for group in state["groups"]
     ]
-    return Content(tensors | of_options, {"state": states, "groups": groups}, frozenset(tensors))
+    return Content(tensors | of_options, {"state": states, "groups": groups}, stepped)
 
 
 def content_of_extra(extra: Any) -> Content:
@@ -190,11 +191,8 @@ class Snapshot:
                 checksums[f"the state '{name}', which is no DTensor"] = checksum(memory_of(host))
         return checksums
 
-    def copied(self, memory: torch.Tensor) -> Snapshot:
-        """Copy the tensors into ``memory``, and return a snapshot of the copies.
-
-        Copies from a GPU are only issued, to the current stream.
-        """
+    def placed_in(self, memory: torch.Tensor) -> Snapshot:
+        """Return a snapshot of tensors in ``memory``, which have no values yet."""
         position = 0
         kinds = {}
         views: dict[torch.dtype, torch.Tensor] = {}
@@ -205,16 +203,15 @@ class Snapshot:
                 if source.dtype not in views:
                     views[source.dtype] = memory.view(source.dtype)
                 begin = position // source.itemsize
-                copy = views[source.dtype][begin : begin + source.numel()].view(source.shape)
-                copy.copy_(source, non_blocking=True)
-                boxes[key] = box._replace(tensor=copy)
+                place = views[source.dtype][begin : begin + source.numel()].view(source.shape)
+                boxes[key] = box._replace(tensor=place)
                 position += round_up(source.nbytes, _ALIGNMENT)
             kinds[name] = Kind(boxes, kind.tree)
         return dataclasses.replace(self, kinds=kinds)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that :meth:`copied` needs."""
+        """The bytes that :meth:`placed_in` needs."""
         return sum(
             round_up(box.tensor.nbytes, _ALIGNMENT)
             for kind in self.kinds.values()

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_ext import _C
 from fsdp_ext.optim.attached import agree_to_attach, units_to_attach
@@ -39,11 +38,15 @@ from fsdp_ext.sharding.params.settings import UnitUpdate
 from fsdp_ext.sharding.root.setting_changes import change
 from fsdp_ext.sharding.root.unit import Unit
 
-_update_pre_hooks: list[Callable[[Optimizer], Any]] = []
+UpdatePreHook = Callable[[frozenset[Any] | None], None]
+_update_pre_hooks: list[UpdatePreHook] = []
 
 
-def register_update_pre_hook(hook: Callable[[Optimizer], Any]) -> None:
-    """Call ``hook`` before any attached optimizer steps a unit in backward, for good."""
+def register_update_pre_hook(hook: UpdatePreHook) -> None:
+    """Call ``hook`` before any attached optimizer steps a unit in backward, for good.
+
+    It gets the parameters, the same object as ``UnitUpdate.params``.
+    """
     _update_pre_hooks.append(hook)
 
 
@@ -263,7 +266,7 @@ class FlatStep(FusedSteps):
 
     def _step_in_backward(self, part: _Part) -> None:
         for hook in _update_pre_hooks:
-            hook(self)
+            hook(part.own)
         before = part.groups
         part.follow(self._lists_now(part))
         self._step(part)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import fsdp_ext
 from fsdp_ext import checkpoint, optim
 from fsdp_ext.checkpoint import background, disk
+from fsdp_ext.checkpoint.background import Portion
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.optim import flat_step
 
@@ -156,18 +158,17 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
 
 
 def _step_while_copies_wait(place: Path, kind: str) -> None:
-    copied = Snapshot.copied
+    copy = Portion.copy
     go_on = threading.Event()
     order: list[str] = []
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         in_call = threading.current_thread() is threading.main_thread()
         assert in_call or go_on.wait(60)
-        copy = copied(snapshot, memory)
-        order.extend([] if in_call else ["copied"])
-        return copy
+        copy(portion, source, target)
+        order.extend(["copied"] if portion._keys and not in_call else [])
 
-    Snapshot.copied = copied_late
+    Portion.copy = copy_late
     wrap = fsdp_ext.FullyShardedDataParallel if kind == "flat" else fsdp_ext.fully_shard
     model: Any = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     model = nn.Sequential(model) if kind == "flat" else model  # the error names the wrapper
@@ -213,18 +214,50 @@ def _step_while_copies_wait(place: Path, kind: str) -> None:
         saving.result()
 
 
+def _each_unit_waits_for_its_copies(place: Path) -> None:
+    copy, is_due = Portion.copy, defaultdict[Any, threading.Event](threading.Event)
+    order: list[Any] = []
+
+    def copy_when_due(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+        if portion.params is not None:
+            assert is_due[portion.params].wait(60)  # the units before it have stepped
+            order.append(portion.params)
+        copy(portion, source, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    for unit in [*model[:3], model]:
+        fsdp_ext.fully_shard(unit, bucket_bytes=0)
+    optimizer = optim.AdamW(model.parameters(), lr=1.0)
+    optimizer.attach(model)
+    _step(model, optimizer)
+    saved = _state_of(model, optimizer)
+    Portion.copy = copy_when_due
+    flat_step._update_pre_hooks.insert(0, lambda params: is_due[params].set())
+    saving = checkpoint.async_save(place, model, optimizer)
+    _step(model, optimizer)
+    in_backward = [*model[2].parameters()], [*model[1].parameters()], [*model[0].parameters()]
+    assert [set(params) for params in order[:3]] == [set(unit) for unit in in_backward]
+    saving.result()
+    checkpoint.load(place, model, optimizer)
+    assert_same(_state_of(model, optimizer), saved)
+
+
+def test_each_unit_of_an_attached_optimizer_waits_for_its_own_copies(tmp_path: Path) -> None:
+    run_ranks(_each_unit_waits_for_its_copies, 2, tmp_path, fresh=True)
+
+
 def _forward_waits_before_it_moves_shards(place: Path) -> None:
-    copied = Snapshot.copied
+    copy = Portion.copy
     order: list[str] = []
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         in_call = threading.current_thread() is threading.main_thread()
         time.sleep(0 if in_call else 0.5)
-        copy = copied(snapshot, memory)
+        copy(portion, source, target)
         order.extend([] if in_call else ["copied"])
-        return copy
 
-    Snapshot.copied = copied_late
+    Portion.copy = copy_late
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for layer in [*model, model]:
         fsdp_ext.fully_shard(layer)  # one bucket, so the first forward moves shards
@@ -239,13 +272,13 @@ def test_a_forward_that_moves_shards_waits_for_copies(tmp_path: Path) -> None:
 
 
 def _another_optimizer_steps(place: Path) -> None:
-    copied, go_on = Snapshot.copied, threading.Event()
+    copy, go_on = Portion.copy, threading.Event()
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        return copied(snapshot, memory)
+        copy(portion, source, target)
 
-    Snapshot.copied = copied_late
+    Portion.copy = copy_late
     model = fsdp_ext.fully_shard(nn.Linear(2, 2))
     saved, other = (optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
     model(torch.ones(1, 2)).sum().backward()
@@ -348,18 +381,21 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     values = [*model.state_dict().values()]
-    values += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+    states = sorted(
+        optimizer.state_dict()["state"].items()
+    )  # attached optimizers have another order
+    values += [value for _, state in states for _, value in sorted(state.items())]
     return [whole(value).clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _goes_on(place: Path, kind: str) -> None:
-    copied, go_on = Snapshot.copied, threading.Event()
+    copy, go_on = Portion.copy, threading.Event()
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        return copied(snapshot, memory)
+        copy(portion, source, target)
 
-    Snapshot.copied = copied_late
+    Portion.copy = copy_late
     register_optimizer_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
     model, optimizer = _trained(kind, 0)
     go_on.clear()
@@ -421,13 +457,13 @@ def test_an_optimizer_without_hooks_is_copied_during_the_call(
 def test_an_optimizer_that_a_cuda_graph_has_captured_is_copied_during_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_captured: bool
 ) -> None:
-    copied, go_on = Snapshot.copied, threading.Event()
+    copy, go_on = Portion.copy, threading.Event()
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        return copied(snapshot, memory)
+        copy(portion, source, target)
 
-    monkeypatch.setattr(Snapshot, "copied", copied_late)
+    monkeypatch.setattr(Portion, "copy", copy_late)
     model = nn.Linear(2, 2)  # plain: no fully_shard watches its optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(1, 2)).sum().backward()

@@ -201,14 +201,13 @@ def _saves_between_replays(place: Path, kind: str) -> None:
     graph.replay()
     expected = state_of(model, optimizer)
 
-    copied = Snapshot.copied
-    go_on = threading.Event()
+    copy, go_on = Portion.copy, threading.Event()
 
-    def copied_late(snapshot: Snapshot, memory: Tensor) -> Snapshot:
+    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        return copied(snapshot, memory)
+        copy(portion, source, target)
 
-    Snapshot.copied = copied_late
+    Portion.copy = copy_late
     if kind == CAPTURED_BEFORE:
         background._stepped.discard(optimizer)
         background._captured.discard(optimizer)
