@@ -8,11 +8,11 @@ that nobody takes for a checkpoint, and the next save removes it. Older checkpoi
 after the new one stands. Each is renamed to ``.deleting-000003`` first, so an interrupted removal
 leaves no incomplete checkpoint.
 
-Rank 0 holds a lock of the directory while it saves. So no other job writes there, and every
-unfinished checkpoint was left by a job that has ended. Some network file systems have no locks.
-There, job B may remove what job A still writes, and then A must not report success. A cannot write
-into B's directory, whose name has another token. B renames A's directory before it removes it, so A
-can neither write its index nor make its directory a checkpoint.
+Rank 0 holds a lock of the directory while it saves or exports. So no other job writes there, and
+every unfinished checkpoint was left by a job that has ended. Some network file systems have no
+locks. There, job B may remove what job A still writes, and then A must not report success. A cannot
+write into B's directory, whose name has another token. B renames A's directory before it removes
+it, so A can neither write its index nor make its directory a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_ext.checkpoint import disk
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _SAVING = ".saving-"
 _DELETING = ".deleting-"
-_LOCK = ".lock"
+LOCK = ".lock"
 INDEX = "index.json"
 
 
@@ -77,16 +77,19 @@ def make(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it."""
     make(directory)
-    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = os.fstat(lock).st_nlink > 0  # an export removes its lock at its end
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FileExistsError(
-                    f"Another job is saving into {directory}. Give each job its own directory."
-                ) from error
-            _warn_of_no_lock(directory, error.strerror)
+            is_free = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+            if is_free:
+                _warn_of_no_lock(directory, error.strerror)
+        if not is_free:
+            raise FileExistsError(
+                f"Another job is writing into {directory}. Give each job its own directory."
+            )
         yield
     finally:
         # A process that was forked meanwhile shares the lock, so closing does not release it.
@@ -99,7 +102,8 @@ def locked(directory: Path) -> Iterator[None]:
 def _warn_of_no_lock(directory: Path, reason: str) -> None:
     warn_caller(
         f"{directory} cannot be locked ({reason}). If two jobs save into it at the same time, at "
-        "least one of the saves fails. Give each job its own directory."
+        "least one of the saves fails, and files of two exports may get mixed up. Give each job "
+        "its own directory."
     )
 
 

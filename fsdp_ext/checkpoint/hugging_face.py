@@ -26,7 +26,7 @@ from torch import nn
 from fsdp_ext._util.files import naming, write_text
 from fsdp_ext._util.numbers import bytes_in, is_at_least
 from fsdp_ext.checkpoint import background, disk
-from fsdp_ext.checkpoint.directory import locate, make
+from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.gathering import (
     Piece,
     check_groups,
@@ -82,7 +82,8 @@ def export(
         process_group: the ranks of the model; all by default.
 
     Raises:
-        OSError: if a file cannot be written, or there is no such checkpoint.
+        OSError: if a file cannot be written, another job writes into the directory, or there is
+            no such checkpoint.
         DamagedFileError: if a checkpoint's file is not what was written.
         RuntimeError: if another rank failed, and as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
@@ -129,7 +130,7 @@ def export_files(
         background.finish()
 
     def newest(_: list[Any]) -> str:
-        return str(locate(source).relative_to(source))
+        return str(directories.locate(source).relative_to(source))
 
     path = source / ranks.agree("export", None, newest)
     with ranks.together("export"):
@@ -168,7 +169,6 @@ def write_files(
     """
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
-    _prepare(directory, files, ranks)
     own = [name for i, name in enumerate(files) if i % ranks.size == ranks.rank]
     writing = _Export(directory, files)
 
@@ -189,24 +189,26 @@ def write_files(
         for path in more:
             disk.rename(path, directory / path.name)
 
-    try:
-        with contextlib.closing(writing):
-            are_shared = ranks.agree_on("export", create, _are_one)
-            to_write = pieces([[*names] for names in files.values()], are_shared)
-            with ranks.together("export"):
-                writing.write(to_write)
-        # One rank flushes each file, when all have written to it.
-        ranks.agree_on("export", lambda: _flush(directory, own), begin_renaming)
-        with ranks.together("export", partial(_finish, directory, files)):
+    with contextlib.ExitStack() as lock:
+        _prepare(directory, files, ranks, lock)
+        try:
+            with contextlib.closing(writing):
+                are_shared = ranks.agree_on("export", create, _are_one)
+                to_write = pieces([[*names] for names in files.values()], are_shared)
+                with ranks.together("export"):
+                    writing.write(to_write)
+            # One rank flushes each file, when all have written to it.
+            ranks.agree_on("export", lambda: _flush(directory, own), begin_renaming)
+            with ranks.together("export", partial(_finish, directory, files, lock)):
+                for name in own:
+                    disk.rename(directory / (name + _PARTIAL), directory / name)
+        except BaseException:
             for name in own:
-                disk.rename(directory / (name + _PARTIAL), directory / name)
-    except BaseException:
-        for name in own:
-            with contextlib.suppress(OSError):  # the caller has to see the first error
-                (directory / (name + _PARTIAL)).unlink(missing_ok=True)
-        if ranks.rank == 0:
-            shutil.rmtree(directory / _CONFIG, ignore_errors=True)
-        raise
+                with contextlib.suppress(OSError):  # the caller has to see the first error
+                    (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+            if ranks.rank == 0:
+                shutil.rmtree(directory / _CONFIG, ignore_errors=True)
+            raise
 
 
 def _bytes_of(size: int | str) -> int:
@@ -285,14 +287,20 @@ def _check_equal(weights: dict[str, Weight], ranks: Ranks) -> None:
 # - Writing
 
 
-def _prepare(directory: Path, files: dict[str, Layout], ranks: Ranks) -> None:
-    """Check that all ranks have the same files, and remove what an interrupted export has left."""
+def _prepare(
+    directory: Path, files: dict[str, Layout], ranks: Ranks, lock: contextlib.ExitStack
+) -> None:
+    """Check that all ranks have the same files, and remove what an interrupted export has left.
+
+    On rank 0, ``lock`` gets the lock of the directory.
+    """
 
     def prepare(digests: list[str]) -> int | None:
         """Return the first rank whose files differ from rank 0's; None if there is none."""
         other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
         if other is None:
-            make(directory)
+            lock.enter_context(directories.locked(directory))
+            lock.callback((directory / directories.LOCK).unlink, missing_ok=True)
             _remove(directory, f"model*.safetensors{_PARTIAL}", _CONFIG)
         return other
 
@@ -402,8 +410,8 @@ def _are_equal(path: Path, other: Path) -> bool:
     return other.is_file() and path.read_bytes() == other.read_bytes()
 
 
-def _finish(directory: Path, files: dict[str, Layout]) -> None:
-    """Remove the files of an older export, and write the index."""
+def _finish(directory: Path, files: dict[str, Layout], lock: contextlib.ExitStack) -> None:
+    """Remove the files of an older export, write the index, and release the lock."""
     stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
     _remove(directory, *(name for name in stale if name not in files))
     _remove(directory, _CONFIG)
@@ -411,6 +419,7 @@ def _finish(directory: Path, files: dict[str, Layout]) -> None:
         disk.before_change()
         write_text(directory / INDEX, _index(files))
     disk.flush_path(directory)
+    lock.close()  # now, since other ranks return next
 
 
 def _index(files: dict[str, Layout]) -> str:

@@ -389,7 +389,7 @@ def test_another_job_that_writes_there(tmp_path: Path) -> None:
     model, _ = made()
     with (
         directories.locked(tmp_path),
-        pytest.raises(FileExistsError, match="Another job is saving into"),
+        pytest.raises(FileExistsError, match="Another job is writing into"),
     ):
         checkpoint.save(tmp_path, model)
     checkpoint.save(tmp_path, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from support.launcher import run_ranks
 from support.models import Stack
 from torch import nn
 
-from fsdp_ext.checkpoint import disk, export, gathering, hugging_face
+from fsdp_ext.checkpoint import directory as directories
+from fsdp_ext.checkpoint import disk, export, gathering, hugging_face, load_pretrained
 from fsdp_ext.checkpoint.ranks import OtherRanksError
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -141,3 +143,29 @@ def test_a_configuration_that_cannot_be_written(size: int | str, tmp_path: Path)
     with pytest.raises(TypeError, match="must be str"):
         export(model, tmp_path, size)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_another_job_that_exports_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, later, loaded = Stack(), Stack(), Stack()
+    on_host, flock = hugging_face.on_host, fcntl.flock
+    refused = pytest.raises(FileExistsError, match="Another job is writing into")
+
+    def meanwhile(*args: Any) -> Any:
+        monkeypatch.setattr(hugging_face, "on_host", on_host)
+        with refused:
+            export(later, tmp_path)
+        return on_host(*args)
+
+    def too_late(lock: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / directories.LOCK).unlink()  # as the end of the other export does
+        flock(lock, how)
+
+    monkeypatch.setattr(hugging_face, "on_host", meanwhile)
+    export(model, tmp_path)
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with refused:
+        export(later, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    load_pretrained(loaded, tmp_path)
+    assert_equal(loaded.state_dict(), model.state_dict())
