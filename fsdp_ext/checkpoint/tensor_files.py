@@ -177,14 +177,8 @@ class Writer:
             the file's name and size, and the checksum of its header.
         """
         for name, tensor in tensors:
-            checksums = []
-            for host in on_host(tensor, self._parts[name].dtype):
-                memory = memory_of(host)
-                self._owners.append(host)
-                for block in _blocks(len(memory)):
-                    checksums.append(checksum(memory[block]))
-                    self._put(memory[block])
-            self._checksums[name] = "".join(checksums)
+            self._checksums[name] = self._add(tensor, self._parts[name].dtype)
+            del tensor  # before the next one needs memory
         self._write_pending()
         header = self._header()
         with naming(self._path):
@@ -198,6 +192,20 @@ class Writer:
 
     def close(self) -> None:
         os.close(self._file)
+
+    def _add(self, tensor: torch.Tensor, dtype: torch.dtype) -> str:
+        """Write a tensor, now or later, and return its checksums. A large one is not kept."""
+        checksums = []
+        for host in on_host(tensor, dtype):
+            memory = memory_of(host)
+            self._owners.append(host)
+            for block in _blocks(len(memory)):
+                checksums.append(checksum(memory[block]))
+                self._put(memory[block])
+        if tensor.nbytes >= _WRITE:
+            self._write_pending()
+            self._owners.clear()
+        return "".join(checksums)
 
     def _put(self, memory: Bytes) -> None:
         self._pending.append(memory)
