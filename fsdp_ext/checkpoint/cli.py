@@ -11,6 +11,7 @@ from fsdp_ext._util.tables import size
 from fsdp_ext.checkpoint import dcp
 from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint.hugging_face import export_files
+from fsdp_ext.checkpoint.offline import progress
 from fsdp_ext.checkpoint.pretrained import import_files
 from fsdp_ext.checkpoint.ranks import Ranks
 from fsdp_ext.checkpoint.reading import Checkpoint, shape_of
@@ -102,19 +103,20 @@ def _mesh(shape: dict[str, int]) -> str:
 
 def _verify(path: Path) -> int:
     """Read all data of a checkpoint and check it. Return the number of bytes."""
-    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
-
     checkpoint = Checkpoint(path)
     for kind in checkpoint.files.keys() - {"extra"}:
         checkpoint.parts(kind)  # raises if a tensor's parts do not add up
     files = [file for of_kind in checkpoint.files.values() for file in of_kind]
-    nbytes, memory = 0, memoryview(bytearray(16 * BLOCK))
-    for file in tqdm(files, unit="file", disable=not files):
-        with file:
-            for name, part in file.parts.items():
-                for begin in range(0, part.nbytes, len(memory)):
-                    file.read(name, begin, memory[: part.nbytes - begin])
-                nbytes += part.nbytes
+    nbytes = sum(part.nbytes for file in files for part in file.parts.values())
+    memory = memoryview(bytearray(16 * BLOCK))
+    with progress(nbytes, "B") as bar:
+        for file in files:
+            with file:
+                for name, part in file.parts.items():
+                    for begin in range(0, part.nbytes, len(memory)):
+                        piece = memory[: part.nbytes - begin]
+                        file.read(name, begin, piece)
+                        bar.update(len(piece))
     return nbytes
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
 from fsdp_ext._util.warn import warn_caller
-from fsdp_ext.checkpoint.offline import Unread, stored, write_checkpoint
+from fsdp_ext.checkpoint.offline import Unread, progress, stored, write_checkpoint
 from fsdp_ext.checkpoint.reading import Checkpoint, decoded
 from fsdp_ext.checkpoint.snapshot import (
     Content,
@@ -188,19 +188,21 @@ class _ReadingPlanner(DefaultSavePlanner):
     them share one buffer. Each is written before the next one is read into it.
     """
 
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        sizes = (value.nbytes for value in self.state_dict.values() if isinstance(value, Unread))
-        self._memory = bytearray(max(sizes, default=0))
+    def __init__(self, tensors: Sequence[Unread], bar: Any) -> None:
+        super().__init__()
+        self._memory = bytearray(max((tensor.nbytes for tensor in tensors), default=0))
+        self._bar = bar
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = super().lookup_object(index)
-        if not isinstance(value, Unread) or not value.nbytes:
+        if not isinstance(value, Unread):
             return tree_map_only(Unread, lambda inner: inner.read(), value)
+        read = value.read()
+        self._bar.update()
+        if not value.nbytes:
+            return read
         memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=value.nbytes)
-        return memory.view(value.dtype).view(value.shape).copy_(value.read())
+        return memory.view(value.dtype).view(value.shape).copy_(read)
 
 
 def to_dcp(source: Path, target: Path) -> None:
@@ -241,8 +243,11 @@ def to_dcp(source: Path, target: Path) -> None:
     saved[_TREES] = json.dumps({"trees": trees, "of": _digest(_as_read(saved))})
     # A writer that copies ahead would need several tensors at once.
     writer = FileSystemWriter(target, per_thread_copy_ahead=0)
+    unread = [each for each in flatten_state_dict(saved)[0].values() if isinstance(each, Unread)]
     try:
-        save(saved, storage_writer=writer, planner=_ReadingPlanner(), no_dist=True)
+        with progress(len(unread), "tensor") as bar:
+            planner = _ReadingPlanner(unread, bar)
+            save(saved, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         shutil.rmtree(target, ignore_errors=True)
         [(cause, _)] = error.failures.values()

@@ -91,8 +91,13 @@ def one_by_one(
     """Read the tensors one after the other."""
     items: Iterable[tuple[str, torch.Tensor]] = tensors.items()
     if shows_progress:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
-
-        items = tqdm(items, unit="tensor", disable=not tensors)
+        items = progress(len(tensors), "tensor", items)
     for name, tensor in items:
         yield name, tensor.read() if isinstance(tensor, Unread) else tensor
+
+
+def progress(total: int, unit: str, items: Iterable[Any] | None = None) -> Any:
+    """Return a bar of tqdm on stderr. For a total of 0, nothing is shown."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # only here, as xxhash is
+
+    return tqdm(items, total=total, unit=unit, unit_scale=unit == "B", disable=not total)

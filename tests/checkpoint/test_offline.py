@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -131,6 +132,22 @@ def test_a_target_that_is_a_file_is_refused(
     assert main([command, str(place / "ours"), str(target)]) == 1
     assert f"{target} is a file. Pass a directory." in capsys.readouterr().err
     assert target.read_text() == "kept"
+
+
+def test_each_command_shows_its_progress(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, dcp_path, files = (str(tmp_path / name) for name in ("ours", "dcp", "files"))
+    for command, totals in (
+        (["convert", str(place / "dcp"), ours], ["8", "12"]),  # the weights, and then the states
+        (["convert", ours, dcp_path], ["20"]),
+        (["inspect", ours, "--verify"], ["684"]),  # bytes
+        (["export", ours, files], ["8"]),
+        (["import", files, ours], ["8"]),
+    ):
+        assert main(command) == 0
+        ends = re.findall(r"100%\S+ (\S+)/\1 .*\n", capsys.readouterr().err)
+        assert ends == totals, command
 
 
 def test_files_without_tensors_are_refused(
