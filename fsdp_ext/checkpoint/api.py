@@ -105,8 +105,9 @@ def async_save(
 
     Returns:
         a handle. Its ``result()`` waits, and returns the new checkpoint or raises the error of the
-        save. If nobody calls it, the next call of this function, :func:`save` or
-        :func:`load` raises the error, or it is printed when the process ends.
+        save. If nobody calls it, the next call of this function, :func:`save`, :func:`load`,
+        ``export`` or ``load_pretrained`` waits and raises the error, or it is printed when the
+        process ends.
 
     Raises:
         RuntimeError: if an earlier call still writes, with ``if_running="raise"``.

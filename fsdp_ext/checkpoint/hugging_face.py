@@ -85,7 +85,8 @@ def export(
         OSError: if a file cannot be written, another job writes into the directory, or there is
             no such checkpoint.
         DamagedFileError: if a checkpoint's file is not what was written.
-        RuntimeError: if another rank failed, and as :func:`stream_weights`.
+        RuntimeError: if another rank or the last ``async_save`` failed, and as
+            :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
         ValueError: if ``max_shard_size`` is no size, there are no weights, ranks differ in what
             they export, such as pipeline stages, or have different tensors of one name, or the
@@ -93,6 +94,8 @@ def export(
     """
     check_dtype(dtype, "export")
     ranks = Ranks(process_group)
+    with ranks.together("the start of export"):
+        background.finish()
     if isinstance(model, str | os.PathLike):
         export_files(Path(model), Path(directory), max_shard_size, dtype, ranks)
         return
@@ -126,8 +129,6 @@ def export_files(
     shows_progress: bool = False,
 ) -> None:
     """Write a checkpoint's weights in the layout of Hugging Face."""
-    with ranks.together("the start of export"):
-        background.finish()
 
     def newest(_: list[Any]) -> str:
         return str(directories.locate(source).relative_to(source))

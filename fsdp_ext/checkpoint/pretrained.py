@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_ext.checkpoint import background
 from fsdp_ext.checkpoint.hugging_face import INDEX, SINGLE
 from fsdp_ext.checkpoint.loading import plan_weights
 from fsdp_ext.checkpoint.offline import stored, write_checkpoint
@@ -52,6 +53,7 @@ def load_pretrained(
     Raises:
         FileNotFoundError: if the directory has no such files, or lacks one that its index names.
         OtherRanksError: if another rank failed.
+        RuntimeError: if the last ``async_save`` failed, and nobody has called its ``result()``.
         TypeError: for weights on the meta device.
         ValueError: if a file or the index is damaged, a tensor has another shape, or, with
             ``strict``, the names in the files are not the model's. A tied weight may have any one
@@ -59,6 +61,7 @@ def load_pretrained(
     """
     ranks = Ranks(process_group)
     with ranks.together("load_pretrained"), Reader() as reader:
+        background.finish()
         stored = Weights(Path(directory), open_files(Path(directory)), {}, {}, {})
         weights, missing = plan_weights(stored, model, weights_of(model), reader, strict)
     set_weights(model, weights)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ext.checkpoint import (
+    async_save,
     disk,
     export,
     hugging_face,
@@ -615,6 +616,14 @@ def test_float8_weights_are_not_cast_without_their_scales(tmp_path: Path) -> Non
         safetensors.torch.save_file({**state, **others}, tmp_path / "model.safetensors")
         load_pretrained(other, tmp_path, strict=not others)
         assert torch.equal(other.weight, state["weight"].float())
+
+
+@pytest.mark.parametrize("call", [export, load_pretrained])
+def test_the_error_of_an_earlier_save_is_raised(call: Callable[..., Any], tmp_path: Path) -> None:
+    model = Stack()
+    async_save(tmp_path, model, extra=object())
+    with pytest.raises(RuntimeError, match=r"the previous checkpoint was not saved: extra is of"):
+        call(model, tmp_path)
 
 
 def test_one_process_needs_no_group(tmp_path: Path) -> None:
