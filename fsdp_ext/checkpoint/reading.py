@@ -80,11 +80,14 @@ class Checkpoint:
 
     def weights(self) -> Weights:
         """Return what is stored of the model."""
+        parts = self.parts("weights")
         aliases, other = self._merged("weights", "aliases"), self._merged("weights", "other")
-        versions: dict[str, int] = {}
-        for file in self.files["weights"]:
-            versions |= file.tree.get("versions", {})  # the first checkpoints of format 1 have none
-        return Weights(self.path, self.parts("weights"), aliases, other, versions)
+        unknown = {*map(str, aliases.values())} - parts.keys()
+        if unknown:
+            raise DamagedFileError(f"{self.path} has no tensor '{min(unknown)}'.")
+        with _understanding(self.path):
+            versions = {k: int(v) for k, v in self._merged("weights", "versions").items()}
+        return Weights(self.path, parts, aliases, other, versions)
 
     def states(self) -> dict[str, Any]:
         """Return the optimizer's state of each parameter, encoded."""
@@ -93,18 +96,24 @@ class Checkpoint:
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups: ``names``, and ``options``, which are encoded."""
         groups: list[dict[str, Any]] = []
-        for part in self._trees("optimizer", "groups"):
+        for part in self._trees("optimizer", "groups", list):
             groups += [group for group in part if group not in groups]
-        return groups
+        with _understanding(self.path):
+            return [
+                {"names": [*map(str, group["names"])], "options": group["options"]}
+                for group in groups
+            ]
 
     def _merged(self, kind: str, key: str) -> dict[str, Any]:
-        return {k: v for part in self._trees(kind, key) for k, v in part.items()}
+        return {k: v for part in self._trees(kind, key, dict) for k, v in part.items()}
 
-    def _trees(self, kind: str, key: str) -> Iterator[Any]:
-        for file in self.files[kind]:
-            if not isinstance(file.tree, dict) or key not in file.tree:
+    def _trees(self, kind: str, key: str, form: type) -> Iterator[Any]:
+        for file in self.files.get(kind, ()):
+            # The first checkpoints of format 1 have no versions.
+            tree = {"versions": {}, **file.tree} if isinstance(file.tree, dict) else {}
+            if not isinstance(tree.get(key), form):
                 raise DamagedFileError(f"{file.path} has no '{key}' in its metadata.")
-            yield file.tree[key]
+            yield tree[key]
 
     def parts(self, kind: str) -> Parts:
         """Return the parts of each tensor, by name. No part comes twice.
@@ -113,7 +122,7 @@ class Checkpoint:
         the files. Parts may still overlap and leave a gap, which :class:`Reader` finds.
         """
         found: dict[str, dict[Any, tuple[TensorFile, Part]]] = defaultdict(dict)
-        for file in self.files[kind]:
+        for file in self.files.get(kind, ()):
             for name, part in file.parts.items():
                 of_tensor = found[name]
                 first = next(iter(of_tensor.values()), (file, part))[1]
@@ -164,19 +173,30 @@ class Checkpoint:
             index = json.loads(text)
             content, expected = index["content"], index["checksum"]
             is_whole = digest(content) == expected
+            number, version = content["format"], content["fsdp_ext"]
+            is_newer = number > FORMAT
         except MALFORMED as error:
             raise DamagedFileError(f"{path} is damaged: it cannot be parsed ({error}).") from error
         if not is_whole:
             raise DamagedFileError(f"{path} is damaged: its checksum differs.")
-        if content["format"] > FORMAT:
+        if is_newer:
             raise ValueError(
-                f"{self.path} has format {content['format']}, written by fsdp_ext "
-                f"{content['fsdp_ext']}, and this version reads formats up to {FORMAT}. Install "
-                "the newer version."
+                f"{self.path} has format {number}, written by fsdp_ext {version}, and this version "
+                f"reads formats up to {FORMAT}. Install the newer version."
             )
-        return dict(content)
+        with _understanding(path):
+            return {
+                "fsdp_ext": version,
+                "torch": content["torch"],
+                "world_size": int(content["world_size"]),
+                "mesh": dict(content["mesh"]),
+                "files": {
+                    kind: [(str(name), size, checksum) for name, size, checksum in entries]
+                    for kind, entries in content["files"].items()
+                },
+            }
 
-    def _open(self, entry: tuple[str, int, str]) -> TensorFile:
+    def _open(self, entry: tuple[str, Any, Any]) -> TensorFile:
         name, size, header_checksum = entry
         if Path(name).name != name:
             raise DamagedFileError(f"{self.path / INDEX} names '{name}', which is not a file here.")
@@ -190,11 +210,18 @@ class Checkpoint:
 
 def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
     """Decode what a file has beside tensors."""
-    try:
+    with _understanding(path):
         return decode(tree, tensor_of)
+
+
+@contextlib.contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """Raise DamagedFileError if the block finds other JSON in a file than it expects."""
+    try:
+        yield
     except MALFORMED as error:
         raise DamagedFileError(
-            f"{path} has metadata that cannot be understood ({error})."
+            f"{path} has metadata that cannot be understood ({type(error).__name__}: {error})."
         ) from error
 
 

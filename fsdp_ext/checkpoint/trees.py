@@ -110,7 +110,7 @@ def tensors_in(tree: Any) -> Iterator[str]:
     if isinstance(tree, dict):
         for kind, content in tree.items():
             if kind in ("tensor", "array"):
-                yield content
+                yield str(content)  # it may be anything in a damaged file
             else:
                 yield from tensors_in(content)
     elif isinstance(tree, list):

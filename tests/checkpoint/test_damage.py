@@ -140,11 +140,14 @@ def rewrite_index(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "index.json").write_text(json.dumps(index))
 
 
-def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of the weights, and make sizes and checksums fit."""
-    header = rewrite_header_of(path / FILES[0], change)
-    entry = [FILES[0], (path / FILES[0]).stat().st_size, checksum(header)]
-    rewrite_index(path, lambda content: content["files"]["weights"].__setitem__(0, entry))
+def rewrite_header(
+    path: Path, change: Callable[[dict[str, Any]], None], name: str = FILES[0]
+) -> None:
+    """Change the header of a file, and make sizes and checksums fit."""
+    header = rewrite_header_of(path / name, change)
+    entry = [name, (path / name).stat().st_size, checksum(header)]
+    kind = name.partition("-")[0]
+    rewrite_index(path, lambda content: content["files"][kind].__setitem__(0, entry))
 
 
 def rewrite_header_of(file: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -275,6 +278,60 @@ def test_an_index_that_is_nested_too_deeply_is_damaged(copy: Path) -> None:
 def test_a_checkpoint_of_a_newer_format(copy: Path) -> None:
     rewrite_index(copy, lambda content: content.update(format=2, fsdp_ext="9.9"))
     with pytest.raises(ValueError, match=r"has format 2, written by fsdp_ext 9\.9, and this"):
+        checkpoint.load(copy, *made())
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *("format", "fsdp_ext", "torch", "world_size", "mesh", "files"),  # which it lacks
+        {"format": None},
+        {"world_size": [1]},
+        {"mesh": 3},
+        {"files": [1]},
+        {"files": {"weights": None}},
+        {"files": {"weights": [3]}},
+        {"files": {"weights": ["x"]}},
+    ],
+)
+def test_an_index_of_another_form(
+    copy: Path, capsys: pytest.CaptureFixture[str], lie: str | dict[str, Any]
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content.pop(lie) if isinstance(lie, str) else content.update(lie)
+
+    rewrite_index(copy, change)
+    with pytest.raises(checkpoint.DamagedFileError, match=r"index\.json (is damaged|has metadata)"):
+        checkpoint.load(copy, *made())
+    assert cli.run("inspect", [str(copy)]) == 1
+    assert "index.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        (FILES[0], {"aliases": 3}),
+        (FILES[0], {"aliases": {"tied": "nowhere"}}),
+        (FILES[0], {"aliases": {"tied": [1]}}),
+        (FILES[0], {"other": {"state": {"tensor": [1]}}}),
+        (FILES[0], {"versions": 3}),
+        (FILES[0], {"versions": {"": "x"}}),
+        (FILES[1], {"state": [1]}),
+        (FILES[1], {"state": {"first.weight": {"tensor": {}}}}),
+        (FILES[1], {"groups": {}}),
+        (FILES[1], {"groups": [1]}),
+        (FILES[1], {"groups": [{"names": [], "options": {"list": 3}}]}),
+        (FILES[1], {"groups": [{"names": [{}], "options": {"dict": []}}]}),
+    ],
+)
+def test_metadata_of_another_form(copy: Path, name: str, lie: dict[str, Any]) -> None:
+    def change(header: dict[str, Any]) -> None:
+        ours = json.loads(header["__metadata__"]["fsdp_ext"])
+        ours["tree"].update(lie)
+        header["__metadata__"]["fsdp_ext"] = json.dumps(ours)
+
+    rewrite_header(copy, change, name)
+    with pytest.raises(ValueError, match=rf"{copy.name}.* (has|lacks) "):
         checkpoint.load(copy, *made())
 
 
