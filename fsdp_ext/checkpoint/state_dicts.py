@@ -12,19 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.optim import Optimizer
 
-from fsdp_ext._util.names import without_fsdp1
+from fsdp_ext._util.names import without_fsdp1, without_wrappers
 from fsdp_ext.checkpoint.weights import is_wrapped, names_of, places_in, refuse_summoned
 from fsdp_ext.fsdp1.state_dict_forms import shared_memory
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
+from fsdp_ext.sharding.params.flat_parameter import NAME
 
 # - A model
 
@@ -37,7 +39,15 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     refuse_summoned(model)
     # For a model without wrappers both return the same, and state_dict() is several times faster.
     with shared_memory():
-        return get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
+        weights = get_model_state_dict(model) if is_wrapped(model) else model.state_dict()
+    for name, value in weights.items():
+        if isinstance(value, ShardedTensor):
+            raise TypeError(
+                f"checkpoints got a model whose '{name}' PyTorch's FSDP1 has sharded without a "
+                "device_mesh. Pass device_mesh= to FullyShardedDataParallel, or use "
+                "torch.distributed.checkpoint."
+            )
+    return weights
 
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
@@ -141,7 +151,7 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
     """
     options = {name: group["options"] for group in saved["groups"] for name in group["names"]}
     for optimizer in optimizers:
-        state, names = _state_and_names(model, optimizer)
+        state, names = _state_and_names(model, optimizer, needs_states=False)
         groups, states = [], {}
         for group, of_group in zip(state["param_groups"], names, strict=True):
             own: dict[str, Any] = next((options[n] for n in of_group if n in options), {})
@@ -150,7 +160,10 @@ def set_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], saved
                 if name in saved["state"]:
                     states[key] = saved["state"][name]
         loadable = {**state, "state": states, "param_groups": groups}
-        if _flat_parameters(optimizer):
+        if _is_wrapped_by_torch(model):
+            with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                loadable = TorchFSDP.optim_state_dict_to_load(model, optimizer, loadable)
+        elif _flat_parameters(optimizer):
             cls = FullyShardedDataParallel
             loadable = cls.flatten_sharded_optim_state_dict(loadable, model, optimizer)
         optimizer.load_state_dict(loadable)
@@ -175,23 +188,36 @@ def parameters_of(
     known = {name: tensor for tensor, name in names_of(model).items()} | weights
     params: dict[str, torch.Tensor] = {}
     for optimizer in optimizers:
-        _, names = _state_and_names(model, optimizer)
+        _, names = _state_and_names(model, optimizer, needs_states=False)
         params |= {name: known[name] for of_group in names for name in of_group}
     return params
 
 
-def _state_and_names(model: nn.Module, optimizer: Optimizer) -> tuple[State, list[list[str]]]:
-    """Return an optimizer's state dict, and the names of the parameters of each group."""
+def _state_and_names(
+    model: nn.Module, optimizer: Optimizer, *, needs_states: bool = True
+) -> tuple[State, list[list[str]]]:
+    """Return an optimizer's state dict, and the names of the parameters of each group.
+
+    Without ``needs_states``, ranks call no collectives, and the states may be missing.
+    """
+    if _is_wrapped_by_torch(model):
+        names, state = _names_of_groups(model, optimizer), optimizer.state_dict()
+        groups = zip(state["param_groups"], names, strict=True)
+        state |= {"state": {}, "param_groups": [{**group, "params": own} for group, own in groups]}
+        if needs_states:
+            with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                state["state"] = TorchFSDP.optim_state_dict(model, optimizer)["state"]
+        return state, names
     if not _flat_parameters(optimizer):
         return optimizer.state_dict(), _names_of_groups(model, optimizer)
-    if any(isinstance(module, TorchFSDP) for module in model.modules()):
-        raise NotImplementedError(
-            "checkpoints got an optimizer of flat parameters of PyTorch's FSDP1. Wrap the model "
-            "with use_orig_params=True, or use torch.distributed.checkpoint."
-        )
     with shared_memory():
         state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
     return state, [list(group["params"]) for group in state["param_groups"]]
+
+
+def _is_wrapped_by_torch(model: nn.Module) -> bool:
+    """Return whether PyTorch's FSDP1 wraps modules, so that parameters are parts of shards."""
+    return any(isinstance(module, TorchFSDP) for module in model.modules())
 
 
 def flat_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,5 +247,12 @@ def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
                 f"the model's, the first at place {unknown[0]}. Make the optimizer after "
                 "fully_shard, and pass the model that it steps."
             )
-        groups.append([names[param] for param in group["params"]])
+        groups.append([own for each in group["params"] for own in _own_names(each, names[each])])
     return groups
+
+
+def _own_names(param: torch.Tensor, name: str) -> list[str]:
+    """Return the names of the parameters in a flat one of PyTorch; any other name is unchanged."""
+    if not isinstance(param, FlatParameter):
+        return [name]
+    return [without_wrappers(name.removesuffix(NAME) + own) for own in param._fqns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def attached() -> Made:
 
 
 def with_replicas() -> Made:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    replicas = math.gcd(dist.get_world_size(), 2)
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return fsdp2(fsdp_ext.fully_shard, mesh=mesh)
 
 
@@ -98,12 +101,16 @@ def _columns(param: nn.Parameter) -> Shard:
     return Shard(1 if has_columns else 0)
 
 
-def fsdp1(use_orig_params: bool = True) -> Made:
+def wrapped_by(wrapper: Any, **options: Any) -> nn.Module:
     model = Net()
     ignored = [model.empty, *model.frozen.parameters()]
-    options: Any = {"use_orig_params": use_orig_params, "ignored_states": ignored}
-    model.body = FullyShardedDataParallel(model.body, **options)
-    wrapped = FullyShardedDataParallel(model, **options)
+    model.body = wrapper(model.body, ignored_states=ignored, **options)
+    wrapped: nn.Module = wrapper(model, ignored_states=ignored, **options)
+    return wrapped
+
+
+def fsdp1(use_orig_params: bool = True) -> Made:
+    wrapped = wrapped_by(FullyShardedDataParallel, use_orig_params=use_orig_params)
     FullyShardedDataParallel.set_state_dict_type(  # has no effect on checkpoints
         wrapped,
         torch_fsdp.StateDictType.FULL_STATE_DICT,
@@ -115,6 +122,19 @@ def fsdp1(use_orig_params: bool = True) -> Made:
 
 def fsdp1_flat() -> Made:
     return fsdp1(use_orig_params=False)
+
+
+def torchs_fsdp1(use_orig_params: bool = True) -> Made:
+    wrapper = torch_fsdp.FullyShardedDataParallel
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cpu = torch.device("cpu")
+    return adamw(
+        wrapped_by(wrapper, use_orig_params=use_orig_params, device_mesh=mesh, device_id=cpu)
+    )
+
+
+def torchs_fsdp1_flat() -> Made:
+    return torchs_fsdp1(use_orig_params=False)
 
 
 def ddp() -> Made:
@@ -130,9 +150,12 @@ SAVERS: dict[str, Callable[[], Made]] = {
         offloaded,
         flat_optimizer,
         attached,
+        with_replicas,
         by_columns,
         fsdp1,
         fsdp1_flat,
+        torchs_fsdp1,
+        torchs_fsdp1_flat,
         ddp,
     )
 }
@@ -200,7 +223,8 @@ def exchange(place: Path, pairs: list[tuple[str, str]], ranks: int) -> None:
 
 
 def _collects_without_copies() -> None:
-    for make in SAVERS.values():
+    gathered = (torchs_fsdp1, torchs_fsdp1_flat)
+    for make in (each for each in SAVERS.values() if each not in gathered):
         model, optimizer = trained(make, 0)
         both = [snapshot.collect(model, [optimizer], None) for _ in range(2)]
         for kind, content in both[0].items():

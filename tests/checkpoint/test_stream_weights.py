@@ -92,10 +92,9 @@ def _refuses_fsdp1_of_torch(use_orig_params: bool, directory: Path) -> None:
     for call in (stream_weights, partial(export, directory=directory)):
         with pytest.raises(NotImplementedError, match="Wrap it with fsdp_ext"):
             list(call(model) or ())
-    if not use_orig_params:
-        optimizer = torch.optim.SGD(model.parameters())
-        with pytest.raises(NotImplementedError, match=r"PyTorch's FSDP1\. Wrap .* use_orig_params"):
-            checkpoint.save(directory, model, optimizer)
+    without_mesh = r"'stem\.weight' PyTorch's FSDP1 has sharded without a device_mesh"
+    with pytest.raises(TypeError, match=without_mesh):
+        checkpoint.save(directory, model)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
