@@ -785,7 +785,7 @@ FAULTS = (
     Fault(
         "all replicas write all of their parts",
         f"{CHECKPOINT}/boxes.py",
-        "number % box.copies == box.copy",
+        "writer % box.copies == box.copy",
         "True",
         python=("meshes", "formats"),
     ),

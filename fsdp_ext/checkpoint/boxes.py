@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import count
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -98,18 +96,25 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, Box]:
     """Return the parts that a rank may have to write, in the order of their memory.
 
-    Ranks that have the same part of a sharded tensor share the work. Each decides by the tensor's
-    place among the names of its mesh, which all ranks of the mesh have. Ranks may have different
-    tensors beside these. Tensors that are not sharded are returned on all ranks: see
-    :func:`without_others`.
+    Ranks that have the same part of a sharded tensor share the work: the one with the fewest bytes
+    so far writes the next part. Each decides by the names and sizes of the tensors of a mesh, which
+    all ranks of the mesh have. Ranks may have different tensors beside these. Tensors that are not
+    sharded are returned on all ranks: see :func:`without_others`.
     """
     boxes: dict[str, Box] = {}
     known: KnownParts = {}
-    numbers: defaultdict[DeviceMesh | None, Iterator[int]] = defaultdict(count)
+    loads: dict[tuple[DeviceMesh, int], list[int]] = {}  # the bytes of each copy of parts
     for name in sorted(tensors):
-        box = box_of(name, tensors[name], rank, world_size, known)
-        number = next(numbers[getattr(tensors[name], "device_mesh", None)])
-        if box is not None and (not box.is_sharded or number % box.copies == box.copy):
+        tensor, writer = tensors[name], 0
+        box = box_of(name, tensor, rank, world_size, known)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            sizes = zip(mesh.shape, tensor.placements, strict=True)
+            copies = math.prod(size for size, each in sizes if isinstance(each, Replicate))
+            of_copies = loads.setdefault((mesh, copies), [0] * copies)
+            writer = of_copies.index(min(of_copies))
+            of_copies[writer] += tensor.numel() * tensor.element_size()
+        if box is not None and (not box.is_sharded or writer % box.copies == box.copy):
             boxes[name] = box
     return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
 
@@ -117,15 +122,14 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
 def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
     """Leave out the whole tensors that other ranks write.
 
-    All ranks have to have whole tensors of the same names.
+    All ranks have to have whole tensors of the same names and sizes.
     """
-    names = [name for name in sorted(boxes) if not boxes[name].is_sharded]
-    writers = {
-        name: number if boxes[name].part.nbytes >= _SMALL else 0
-        for number, name in enumerate(names)
-    }
-    return {
-        name: box
-        for name, box in boxes.items()
-        if box.is_sharded or writers[name] % box.copies == box.copy
-    }
+    loads: list[int] = []  # the bytes of each rank
+    writers = {}
+    for name, box in sorted(boxes.items()):
+        if not box.is_sharded:
+            loads = loads or [0] * box.copies
+            nbytes = box.part.nbytes
+            writers[name] = loads.index(min(loads)) if nbytes >= _SMALL else 0
+            loads[writers[name]] += nbytes
+    return {name: box for name, box in boxes.items() if writers.get(name, box.copy) == box.copy}

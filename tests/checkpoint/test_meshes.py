@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp_ext
 from fsdp_ext import checkpoint
+from fsdp_ext.checkpoint.boxes import own_boxes, without_others
 from fsdp_ext.checkpoint.reading import Reader
 from fsdp_ext.checkpoint.tensor_files import Part, TensorFile, Writer
 
@@ -141,11 +142,14 @@ def _exchange(place: Path) -> None:
         states[saver] = state_of(*made)
         path = checkpoint.save(place / saver, *made)
         if dist.get_rank() == 0:
-            files = path.glob("weights-*.safetensors")
-            written = sum(part.nbytes for file in files for part in TensorFile(file).parts.values())
+            files = map(TensorFile, path.glob("weights-*.safetensors"))
+            of_ranks = [sum(part.nbytes for part in file.parts.values()) for file in files]
+            written = sum(of_ranks)
             twice = Net().down if saver == "tensor_parallel_in_part" else nn.Module()
             expected = [*Net().parameters(), *twice.parameters()]
             assert written == 4 * sum(param.numel() for param in expected)
+            if saver == "replicas":
+                assert max(of_ranks) - min(of_ranks) <= max(param.nbytes for param in expected) // 2
     loads = list(itertools.product(states, KINDS.values()))
     for saver, make in loads:
         made = with_states(make, 100)
@@ -163,6 +167,28 @@ def _exchange(place: Path) -> None:
 
 def test_models_on_any_meshes_exchange_checkpoints(tmp_path: Path) -> None:
     run_ranks(_exchange, 4, tmp_path)
+
+
+def _reads_its_own_parts(place: Path) -> int:
+    """Return how many bytes this rank reads for its shards."""
+    model = one_dimension()
+    checkpoint.save(place, model)
+    counts: list[int] = []
+    read = TensorFile.read
+
+    def noted(self: TensorFile, name: str, begin: int, into: memoryview) -> None:
+        counts.append(len(into))
+        read(self, name, begin, into)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TensorFile, "read", noted)
+        checkpoint.load(place, model)
+    return sum(counts)
+
+
+def test_each_rank_reads_its_own_parts(tmp_path: Path) -> None:
+    half = sum(param.nbytes for param in Net().parameters()) // 2
+    assert run_ranks(_reads_its_own_parts, 2, tmp_path) == [half, half]
 
 
 def _without_the_other_half(place: Path) -> None:
@@ -260,6 +286,15 @@ def _without_elements(place: Path) -> None:
 
 def test_replicas_keep_every_parameter_without_elements(tmp_path: Path) -> None:
     run_ranks(_without_elements, 2, tmp_path)
+
+
+def test_ranks_share_whole_tensors_by_their_bytes() -> None:
+    large = 1 << 18
+    sizes = {f"{layer}.{size}": size for layer in range(4) for size in (4, large)}
+    tensors = {name: torch.empty(size) for name, size in sizes.items()}
+    of_ranks = [without_others(own_boxes(tensors, rank, 2)) for rank in range(2)]
+    assert {**of_ranks[0], **of_ranks[1]}.keys() == sizes.keys()
+    assert [sum(sizes[name] == large for name in boxes) for boxes in of_ranks] == [2, 2]
 
 
 # - Boxes
