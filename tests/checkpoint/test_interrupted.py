@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -174,8 +175,13 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk(
     assert not unflushed
 
 
-def lose_a_rank(directory: Path, rank: int, number: int) -> tuple[int, int]:
-    """Save on two ranks, and kill one of them at a change of the disk. Return how both ended."""
+def lose_a_rank(
+    directory: Path, rank: int, number: int, *, kills_both: bool = False
+) -> tuple[int, int]:
+    """Save on two ranks, and kill one of them at a change of the disk. Return how both ended.
+
+    With ``kills_both``, the other one is killed after it, wherever it is.
+    """
     checkpoint.save(directory, *made(1.0))
 
     def save(this: int) -> None:
@@ -190,15 +196,20 @@ def lose_a_rank(directory: Path, rank: int, number: int) -> tuple[int, int]:
             os._exit(TOLD if is_named else RAISED)
 
     children = [start_child(partial(save, this)) for this in range(2)]
-    codes = [code_of(child) for child in children]
+    codes = {rank: code_of(children[rank])}
+    if kills_both:
+        os.kill(children[1 - rank], signal.SIGKILL)
+    codes[1 - rank] = code_of(children[1 - rank])
     assert codes[rank] in (KILLED, 0), codes
-    assert codes[1 - rank] in (TOLD, 0), codes
+    assert codes[1 - rank] in (TOLD, 0, -signal.SIGKILL), codes
     newest = checkpoint.latest(directory)
     assert newest is not None
-    assert newest.name == "checkpoint-000002" or codes != [0, 0]
+    assert newest.name == "checkpoint-000002" or codes != {0: 0, 1: 0}
     model, optimizer = made(0.0)
     checkpoint.load(directory, model, optimizer)
     assert torch.equal(model.weight, torch.full((2, 3), float(newest.name[-1])))
+    after = checkpoint.save(directory, *made(5.0), keep=1)
+    assert [path for path in directory.iterdir() if path.is_dir()] == [after]
     return codes[rank], codes[1 - rank]
 
 
@@ -207,8 +218,13 @@ def test_a_rank_that_is_killed(tmp_path: Path, rank: int, number: int) -> None:
     assert lose_a_rank(tmp_path, rank, number) == (KILLED, TOLD)
 
 
+@pytest.mark.parametrize(("rank", "number"), [(0, 12), (1, 3)])
+def test_all_ranks_that_are_killed(tmp_path: Path, rank: int, number: int) -> None:
+    assert lose_a_rank(tmp_path, rank, number, kills_both=True)[0] == KILLED
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("rank", "changes"), [(0, 20), (1, 10)])
 def test_a_rank_that_is_killed_at_any_change(tmp_path: Path, rank: int, changes: int) -> None:
-    for number in range(changes):
-        lose_a_rank(tmp_path / str(number), rank, number)
+    for number, kills_both in itertools.product(range(changes), [False, True]):
+        lose_a_rank(tmp_path / f"{number}-{kills_both}", rank, number, kills_both=kills_both)
