@@ -1,8 +1,10 @@
 #include "torch/noted_objects.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <unordered_set>
+#include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace py = pybind11;
@@ -82,9 +84,9 @@ class ParameterWalk {
   const py::object parameters_name_ = interned("_parameters");
   const py::object modules_name_ = interned("_modules");
   const py::object walk_name_ = interned("named_modules");
-  std::unordered_set<PyObject*> modules_;
-  std::unordered_set<PyObject*> parameters_;
-  std::unordered_set<PyObject*> types_;
+  ska::flat_hash_set<PyObject*> modules_;
+  ska::flat_hash_set<PyObject*> parameters_;
+  ska::flat_hash_set<PyObject*> types_;
   py::list found_;
 };
 
@@ -135,7 +137,8 @@ bool have_entries(const py::list& dicts, const py::list& names, const py::list& 
     return false;
   }
   for (std::size_t i = 0; i < values.size(); ++i) {
-    PyObject* value = PyDict_GetItemWithError(dicts[i].ptr(), names[i].ptr());
+    PyObject* value =
+        PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), i), PyList_GET_ITEM(names.ptr(), i));
     if (value == nullptr && PyErr_Occurred() != nullptr) {
       throw py::error_already_set();
     }
@@ -151,7 +154,8 @@ bool have_attribute(const py::list& objects, const py::str& name, const py::list
     return false;
   }
   for (std::size_t i = 0; i < values.size(); ++i) {
-    if (objects[i].attr(name).ptr() != PyList_GET_ITEM(values.ptr(), i)) {
+    const auto value = py::getattr(PyList_GET_ITEM(objects.ptr(), i), name);
+    if (value.ptr() != PyList_GET_ITEM(values.ptr(), i)) {
       return false;
     }
   }
@@ -175,6 +179,22 @@ py::list with_gradients(const py::list& params) {
     }
   }
   return found;
+}
+
+void clear_elements(const std::vector<at::Tensor>& tensors,
+                    const std::vector<at::Tensor>& elements) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!tensor.is_cpu()) {
+      tensor.index_fill_(0, elements[i], 0);
+      continue;
+    }
+    auto* const bytes = static_cast<std::byte*>(tensor.mutable_data_ptr());
+    const auto* const first = elements[i].const_data_ptr<std::int64_t>();
+    for (std::int64_t j = 0; j < elements[i].numel(); ++j) {
+      std::memset(bytes + first[j] * tensor.element_size(), 0, tensor.element_size());
+    }
+  }
 }
 
 void remove_gradients(const py::list& params) {

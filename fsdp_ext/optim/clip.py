@@ -178,6 +178,7 @@ class _Gradients:
         # From the parameters, because other ranks may lack gradients that this rank has.
         self._ranks = list(dict.fromkeys(ranks.values()))
         self._ranks_of = ranks
+        self._places = [self._ranks.index(ranks[run.params[0]]) for run in self.runs.runs]
         # Also from the parameters, so that all ranks reduce one dtype.
         self.dtype = norm_dtype(params)
 
@@ -192,12 +193,12 @@ class _Gradients:
 
     def by_ranks(self) -> dict[NormRanks, list[torch.Tensor]]:
         """Return this rank's gradients. All ranks have the same keys in the same order."""
-        found: dict[NormRanks, list[torch.Tensor]] = {ranks: [] for ranks in self._ranks}
-        for run in self.runs.runs:
-            found[self._ranks_of[run.params[0]]].append(run.grad)
+        found: list[list[torch.Tensor]] = [[] for _ in self._ranks]
+        for place, grad in zip(self._places, self.runs.grads, strict=True):
+            found[place].append(grad)
         for param in _C.with_gradients(self.runs.others):
-            found[self._ranks_of[param]].append(_local_grad(param))
-        return found
+            found[self._ranks.index(self._ranks_of[param])].append(_local_grad(param))
+        return dict(zip(self._ranks, found, strict=True))
 
 
 def _local_grad(param: Any) -> torch.Tensor:

@@ -38,7 +38,7 @@ class FlatRun:
     spreads: list[Spread]  # how each parameter is spread over ranks
     offsets: list[int]  # the first element of each parameter in the run
     whole: torch.Tensor  # the run, a 1-D tensor whose ``.grad`` is the run of gradients
-    padding: torch.Tensor | None  # the elements between parameters; None if there are none
+    padding: torch.Tensor  # the elements between parameters
 
     @property
     def grad(self) -> torch.Tensor:
@@ -103,11 +103,14 @@ class FlatRuns:
         in_runs = {each.entry.sharded for each in placed}
         self.others = [param for param in self.params if param not in in_runs]
         self.runs = [_run_of(each) for each in _divide(placed, keys)]
+        self.grads = [run.grad for run in self.runs]
+        padded = [run for run in self.runs if run.padding.numel()]
+        self._gaps = [run.grad for run in padded], [run.padding for run in padded]
 
         # Weak references: an optimizer keeps runs, and must not keep a model alive.
         self._units = list(map(weakref.ref, own))
-        self._flat = list(map(_flat_shard_of, self._units))
-        self._versions = list(map(_version_of, self._units))
+        self._flat = [unit.flat_shard for unit in own]
+        self._version = _version_of(own)
         self._placed: list[Any] = [each.entry.sharded for each in placed]
         self._locals: list[torch.Tensor] = [param._local_tensor for param in self._placed]
         # share_memory_() and .data give a tensor other memory.
@@ -119,7 +122,7 @@ class FlatRuns:
     @property
     def units(self) -> list[Unit]:
         """The units of the parameters that are alive."""
-        return [unit for unit in (each() for each in self._units) if unit is not None]
+        return [unit for each in self._units if (unit := each()) is not None]
 
     def free(self) -> None:
         """Let go of the flat memory, which the parameters have left.
@@ -128,34 +131,27 @@ class FlatRuns:
         """
         for run in self.runs:
             run.whole = torch.empty(0)
-        self._flat, self._locals = [], []
+        self.grads, self._gaps, self._flat, self._locals = [], ([], []), [], []
 
     def clear_padding(self) -> None:
         """Write zeros between the gradients of each run, as a norm over it needs."""
-        for run in self.runs:
-            if run.padding is not None:
-                run.grad.index_fill_(0, run.padding, 0)
+        _C.clear_elements(*self._gaps)
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the same runs would be found for ``params`` now."""
+        units = self.units
         return (
             _C.same_objects(params, self.params)
-            and list(map(_version_of, self._units)) == self._versions
-            and _C.same_objects(list(map(_flat_shard_of, self._units)), self._flat)
+            and _C.have_attribute(units, "flat_shard", self._flat)
+            and _version_of(units) == self._version
             and _C.have_attribute(self._placed, "_local_tensor", self._locals)
             and _C.addresses_of(self._locals) == self._addresses
         )
 
 
-def _version_of(unit: weakref.ref[Unit]) -> int:
-    """Return a number that changes with the gradients that lie in the unit's flat gradient."""
-    alive = unit()
-    return -1 if alive is None or alive.impl is None else alive.impl.gradients_version
-
-
-def _flat_shard_of(unit: weakref.ref[Unit]) -> torch.Tensor | None:
-    alive = unit()
-    return None if alive is None else alive.flat_shard
+def _version_of(units: list[Unit]) -> int:
+    """Return a number that changes with the gradients that lie in the units' flat gradients."""
+    return _C.gradients_version([unit.impl for unit in units])
 
 
 def _placed_in(unit: Unit) -> Iterator[_Placed]:
@@ -206,5 +202,5 @@ def _run_of(placed: list[_Placed]) -> FlatRun:
         [entry.spread for entry in entries],
         offsets,
         whole,
-        torch.cat(gaps) if gaps else None,
+        torch.cat([torch.arange(0, device=whole.device), *gaps]),
     )

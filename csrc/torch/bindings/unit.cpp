@@ -1,7 +1,10 @@
+#include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "base/mix.h"
 #include "torch/bindings/registrations.h"
 #include "torch/noted_objects.h"
 #include "torch/torch_unit.h"
@@ -22,6 +25,14 @@ void register_steps(py::module_& m) {
   m.def("parameters_of", &parameters_of, py::arg("module"), py::arg("named_modules"));
   m.def("with_gradients", &with_gradients, py::arg("params"));
   m.def("remove_gradients", &remove_gradients, py::arg("params"));
+  m.def("clear_elements", &clear_elements, py::arg("tensors"), py::arg("elements"));
+  m.def("gradients_version", [](const std::vector<std::shared_ptr<TorchUnit>>& units) {
+    std::uint64_t version = 0;
+    for (const auto& unit : units) {
+      version = mix(version, unit != nullptr ? unit->gradients_version() : 0);
+    }
+    return version;
+  });
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("call_before_shards_move", &call_before_shards_move, py::arg("function"));
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
@@ -72,7 +83,6 @@ void register_unit(py::module_& m) {
            [](TorchUnit& unit, py::object wrap) { unit.shown_gradients().enable(std::move(wrap)); })
       .def("release_gradients", [](TorchUnit& unit) { unit.gradients().release(); })
       .def("shows_gradients", &TorchUnit::shows_gradients)
-      .def_property_readonly("gradients_version", &TorchUnit::gradients_version)
       .def("flat_gradient", [](TorchUnit& unit) { return unit.gradients().flat(); })
       .def("share_flat_gradient", &TorchUnit::share_flat_gradient)
       .def("pre_forward_hook",
