@@ -105,10 +105,10 @@ def total_norm(
     is_max = norm_type == math.inf
     parts = []
     for ranks, own in norms.items():
-        part = torch.zeros((), dtype=dtype, device=ranks.device)
-        if own:
-            together = torch.cat([each.to(part.device) for each in own])
-            part = torch.linalg.vector_norm(together, norm_type)
+        every = [each.to(ranks.device) for each in own]
+        every = every or [torch.zeros(1, dtype=dtype, device=ranks.device)]
+        together = every[0] if len(every) == 1 else torch.cat(every)
+        part = torch.linalg.vector_norm(together, norm_type)
         if is_max:
             part = _maximum(part, ranks, caller)
         else:
@@ -117,8 +117,11 @@ def total_norm(
         parts.append(part)
     if not parts:
         return torch.zeros((), dtype=dtype)
-    together = torch.stack([part.to(parts[0].device) for part in parts])
-    return together.max() if is_max else together.sum() ** (1 / norm_type)
+    total: torch.Tensor = parts[0]
+    if len(parts) > 1:
+        together = torch.stack([part.to(total.device) for part in parts])
+        total = together.max() if is_max else together.sum()
+    return total if is_max else total.pow(1 / norm_type)
 
 
 def _maximum(norm: torch.Tensor, ranks: NormRanks, caller: str) -> torch.Tensor:
@@ -159,5 +162,5 @@ def multiply(grads: list[torch.Tensor], scale_on: Callable[[torch.device], torch
     """Multiply gradients in place by the scale that ``scale_on`` returns for their device."""
     for device in {grad.device for grad in grads}:
         scale = scale_on(device)
-        if device.type != "cpu" or scale != 1:  # reading a GPU's would make the host wait
+        if device.type != "cpu" or scale.item() != 1:  # reading a GPU's would make the host wait
             torch._foreach_mul_([grad for grad in grads if grad.device == device], scale)
