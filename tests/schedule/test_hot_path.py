@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fsdp_ext
 from fsdp_ext import fully_shard
+from fsdp_ext.optim import AdamW
 
 WIDTH = 12
 LAYERS = 5  # units below the root
@@ -120,6 +121,39 @@ def _compare_forward_calls() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="co_qualname is of Python 3.11")
 def test_forward_calls_c_twice_a_unit_and_no_python_of_ours() -> None:
     run_ranks(_compare_forward_calls, 2)
+
+
+def _opcodes_of_optimizer(layers: int) -> int:
+    """Return how many opcodes Python runs from backward to the next forward."""
+    model = fully_shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))))
+    optimizer = AdamW(model.parameters())
+    opcodes = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal opcodes
+        frame.f_trace_opcodes = True
+        opcodes += event == "opcode"
+        return note
+
+    for _ in range(3):  # the first two find what the third finds unchanged
+        model(torch.ones(2, WIDTH)).sum().backward()
+        opcodes = 0
+        sys.settrace(note)
+        fsdp_ext.clip_grad_norm_(model, 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.settrace(None)
+    return opcodes
+
+
+def _compare_opcodes_of_optimizers() -> None:
+    few, many = map(_opcodes_of_optimizer, (2, 20))
+    assert few > 0, "the tracer saw nothing"
+    assert many == few
+
+
+def test_no_python_after_backward_loops_over_parameters() -> None:
+    run_ranks(_compare_opcodes_of_optimizers, 2)
 
 
 def _log_of_a_step() -> None:
