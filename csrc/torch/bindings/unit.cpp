@@ -25,7 +25,8 @@ void register_steps(py::module_& m) {
   m.def("parameters_of", &parameters_of, py::arg("module"), py::arg("named_modules"));
   m.def("with_gradients", &with_gradients, py::arg("params"));
   m.def("remove_gradients", &remove_gradients, py::arg("params"));
-  m.def("clear_elements", &clear_elements, py::arg("tensors"), py::arg("elements"));
+  m.def("clear_elements", &clear_elements, py::arg("tensors"), py::arg("elements"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("gradients_version", [](const std::vector<std::shared_ptr<TorchUnit>>& units) {
     std::uint64_t version = 0;
     for (const auto& unit : units) {
