@@ -704,7 +704,7 @@ FAULTS = (
     Fault(
         "padding between gradients counts in the norm",
         f"{OPTIM}/flat_runs.py",
-        "_C.clear_elements(*self._gaps)",
+        "_C.clear_elements(self._padded_grads, self._padding)",
         python=("flat_optimizers", "optimizers"),
     ),
     Fault(

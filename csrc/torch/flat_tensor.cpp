@@ -5,6 +5,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -146,6 +148,22 @@ void FlatTensor::reclaim(const c10::Storage& storage, void* own, bool with_conte
     std::memcpy(own, now, std::min(storage.nbytes(), flat_.nbytes()));
   }
   set_data(storage, own, owner_);
+}
+
+void clear_elements(const std::vector<at::Tensor>& tensors,
+                    const std::vector<at::Tensor>& elements) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!tensor.is_cpu()) {
+      tensor.index_fill_(0, elements[i], 0);
+      continue;
+    }
+    auto* const bytes = static_cast<std::byte*>(tensor.mutable_data_ptr());
+    const auto* const first = elements[i].const_data_ptr<std::int64_t>();
+    for (std::int64_t j = 0; j < elements[i].numel(); ++j) {
+      std::memset(bytes + first[j] * tensor.element_size(), 0, tensor.element_size());
+    }
+  }
 }
 
 }  // namespace fsdp

@@ -64,4 +64,9 @@ class FlatTensor {
   std::vector<Part> parts_;
 };
 
+// Writes zeros at the int64 indices `elements[i]` of the contiguous 1-D tensor `tensors[i]`. Both
+// are on one device. On the host this avoids the dispatch of index_fill_. Needs no GIL.
+void clear_elements(const std::vector<at::Tensor>& tensors,
+                    const std::vector<at::Tensor>& elements);
+
 }  // namespace fsdp

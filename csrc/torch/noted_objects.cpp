@@ -3,8 +3,6 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
 namespace py = pybind11;
@@ -179,22 +177,6 @@ py::list with_gradients(const py::list& params) {
     }
   }
   return found;
-}
-
-void clear_elements(const std::vector<at::Tensor>& tensors,
-                    const std::vector<at::Tensor>& elements) {
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    if (!tensor.is_cpu()) {
-      tensor.index_fill_(0, elements[i], 0);
-      continue;
-    }
-    auto* const bytes = static_cast<std::byte*>(tensor.mutable_data_ptr());
-    const auto* const first = elements[i].const_data_ptr<std::int64_t>();
-    for (std::int64_t j = 0; j < elements[i].numel(); ++j) {
-      std::memset(bytes + first[j] * tensor.element_size(), 0, tensor.element_size());
-    }
-  }
 }
 
 void remove_gradients(const py::list& params) {

@@ -3,11 +3,9 @@
 // they have to, because reading all objects of a step would miss the caches. They need the GIL.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
-#include <vector>
 
 namespace fsdp {
 
@@ -35,10 +33,6 @@ pybind11::object parameters_of(const pybind11::object& module,
 
 // The parameters that have a gradient.
 pybind11::list with_gradients(const pybind11::list& params);
-// Writes zeros into some elements of each 1-D tensor. On the host this is faster than index_fill_.
-// It needs no GIL.
-void clear_elements(const std::vector<at::Tensor>& tensors,
-                    const std::vector<at::Tensor>& elements);
 void remove_gradients(const pybind11::list& params);
 
 }  // namespace fsdp

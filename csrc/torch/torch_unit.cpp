@@ -573,4 +573,12 @@ void TorchUnit::on_post_backward(CallId call) {
   }
 }
 
+std::uint64_t gradients_version_of(const std::vector<std::shared_ptr<TorchUnit>>& units) {
+  std::uint64_t version = 0;
+  for (const auto& unit : units) {
+    version = mix(version, unit != nullptr ? unit->gradients_version() : 0);
+  }
+  return version;
+}
+
 }  // namespace fsdp

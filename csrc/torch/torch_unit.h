@@ -227,4 +227,7 @@ void call_before_shards_move(pybind11::object function);
 void note_module_change();
 std::uint64_t module_changes();
 
+// Changes with the gradients that lie in the units' flat gradients. A unit may be null.
+std::uint64_t gradients_version_of(const std::vector<std::shared_ptr<TorchUnit>>& units);
+
 }  // namespace fsdp

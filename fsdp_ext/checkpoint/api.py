@@ -58,7 +58,7 @@ def save(
         the new checkpoint: ``directory/checkpoint-000001``, and so on.
 
     Raises:
-        OSError: if a file cannot be written, or another job saves into the directory.
+        OSError: if a file cannot be written, or another job saves or exports into it.
         TypeError: if something cannot be saved, named in the message.
         ValueError: if an argument cannot be used, or optimizers differ between ranks.
         OtherRanksError: if another rank could not save.
@@ -174,7 +174,8 @@ def load(
     Raises:
         FileNotFoundError: if there is no checkpoint, or one of its files is missing.
         DamagedFileError: if a file is not what was written. The message names tensor and file.
-        TypeError: for weights on the meta device.
+        TypeError: for weights on the meta device, or in PyTorch's FSDP1 wrapper without a
+            ``device_mesh``.
         ValueError: if the checkpoint is of another model, or an optimizer cannot load its states.
         OtherRanksError: if another rank could not read.
     """

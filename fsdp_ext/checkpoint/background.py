@@ -58,7 +58,7 @@ class Saving:
             self._is_begun = True
         except BaseException:
             if self._staged is not None:
-                self._staged.abandon()
+                self._staged.end()
             raise
         finally:  # the interpreter waits for the thread
             self._may_run.set()
@@ -109,7 +109,7 @@ class Saving:
             self._staged.before_step(optimizer)
 
     def before_update(self, params: frozenset[Any] | None) -> None:
-        """Wait for the copies of what the update of a unit in backward changes."""
+        """Wait for the copies of a unit that an attached optimizer steps in backward."""
         if self._staged is not None:
             self._staged.before_update(params)
 
@@ -214,13 +214,13 @@ def _error() -> BaseException | None:
     return error
 
 
-class Portion:
+class CopyGroup:
     """Tensors that are copied together.
 
     Args:
         keys: the kind of file and the name of each.
-        watched: tensors with names. If the version of one has changed before the copies are made,
-            something else than the optimizer's step has written to it.
+        watched: tensors with names. If the version of one changes before the copies are made,
+            something other than the optimizer's step has written to it.
         params: the parameters of a unit that an attached optimizer steps, if these tensors belong
             to them.
     """
@@ -248,19 +248,19 @@ class Portion:
                 copy.copy_(box.tensor, non_blocking=True)
 
     def end(self, events: dict[torch.device, torch.cuda.Event]) -> None:
-        """Let steps go on after these events: everything is issued, or will not be copied."""
+        """Let waiters go on after ``events``. No more copies are issued."""
         self._events = events
         self._issued.set()
 
     def wait(self) -> None:
-        """Let what follows on this thread and its current streams come after the copies."""
+        """Order later work of this thread and its current streams after the copies."""
         self._issued.wait()
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
-        self.changed()
+        self.compare_versions()
 
-    def changed(self) -> list[str]:
-        """Return the tensors that had been written to when this was called first."""
+    def compare_versions(self) -> list[str]:
+        """Compare versions once, and return the names of tensors that something else wrote to."""
         with self._lock:
             if self._changed is None:
                 self._changed = [
@@ -277,14 +277,15 @@ class Staged:
     Only the optimizer's step changes its parameters and states. So a thread copies these after the
     call: on a GPU by a stream of its own. The call itself copies the rest, such as buffers. A hook
     waits for the thread's copies before the step of any optimizer of shards. An attached optimizer
-    steps units in backward. So the thread copies these units one after the other, in the order of
-    backward, and each waits for its own copies. Wrappers such as accelerate's may step without
-    hooks. For them, the call copies everything. So it does for optimizers that may step by replays
-    of a CUDA graph, because replays run no hooks: those whose step a graph has captured, and those
-    on a GPU that have not stepped since this module was imported. Versions show whether anything
-    else wrote to a tensor meanwhile. They are compared before the step, or once everything is
-    copied. A forward that moves shards (Note [moving shards] in ``csrc/core/units/bucket.h``) waits
-    until everything is copied, too.
+    steps units in backward. So the thread copies unit by unit, in reverse order of registration,
+    and each unit waits only for its own copies. Steps of ``fsdp_ext.optim`` have to wait, because
+    versions do not show them. Wrappers such as accelerate's may step without hooks. For them, the
+    call copies everything. So it does for optimizers that may step by replays of a CUDA graph,
+    because replays run no hooks: those whose step a graph has captured, and those on a GPU that
+    have not stepped since this module was imported. Versions show whether anything else wrote to a
+    tensor meanwhile. They are compared before the step, or once everything is copied. A forward
+    that moves shards (Note [moving shards] in ``csrc/core/units/bucket.h``) waits until everything
+    is copied, too.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class Staged:
         for kind, content in contents.items():
             names = content.stepped if defers else ()
             self._deferred[kind], others[kind] = content.split(names)
-        self._portions: Sequence[Portion] = _portions(
+        self._groups: Sequence[CopyGroup] = _groups_of(
             model, self._deferred, optimizers if defers else ()
         )
         self._copied = threading.Event()
@@ -317,7 +318,7 @@ class Staged:
         }
         self._streams = {device: _stream_on(device) for device in devices}
         source, self._copied_now = self._place("others", others)
-        Portion(_keys_of(others)).copy(source, self._copied_now)
+        CopyGroup(_keys_of(others)).copy(source, self._copied_now)
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # so it ends after these copies
         self._optimizers: Sequence[Optimizer] = optimizers
@@ -333,12 +334,12 @@ class Staged:
                 for stream in self._streams.values():
                     streams.enter_context(torch.cuda.stream(stream))
                 source, copied = self._place("deferred", self._deferred)
-                for portion in self._portions:
-                    portion.copy(source, copied)
-                    portion.end({d: stream.record_event() for d, stream in self._streams.items()})
+                for group in self._groups:
+                    group.copy(source, copied)
+                    group.end({d: stream.record_event() for d, stream in self._streams.items()})
             for stream in self._streams.values():
                 stream.synchronize()
-            changed = [name for portion in self._portions for name in portion.changed()]
+            changed = [name for group in self._groups for name in group.compare_versions()]
             if changed:
                 return RuntimeError(
                     f"'{changed[0]}' was written to while async_save copied it, and not by the "
@@ -350,35 +351,35 @@ class Staged:
                 stream.synchronize()  # copies may still go to memory that others will use
             return error
         finally:
-            self.abandon()
+            self.end()
             # The handle may live longer than the model. The caller keeps the copies. Attributes
             # that before_step may still read are replaced, not deleted.
-            self._optimizers = self._portions = ()
+            self._optimizers = self._groups = ()
             del self._copied_now, self._deferred, self._memory
 
     def wait(self) -> None:
         """Wait until everything is copied."""
         self._copied.wait()
 
-    def abandon(self) -> None:
-        """Let nobody wait for copies that are made or will not be made."""
-        for portion in self._portions:
-            portion.end({})
+    def end(self) -> None:
+        """End all waits: the copies are made, or will not be made."""
+        for group in self._groups:
+            group.end({})
         self._copied.set()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Wait for the copies, unless they concern other parameters."""
-        if self._portions and (
+        if self._groups and (
             any(optimizer is each for each in self._optimizers) or steps_shards(optimizer)
         ):
             self.before_update(None)
 
     def before_update(self, params: frozenset[Any] | None) -> None:
-        """Wait for the copies of a unit that an attached optimizer steps; of all if not known."""
-        portions = self._portions
-        own = [each for each in portions if params is not None and each.params is params]
-        for portion in own or portions:
-            portion.wait()
+        """Wait for the copies of the unit with these parameters, or for all if there is none."""
+        groups = self._groups
+        own = [each for each in groups if params is not None and each.params is params]
+        for group in own or groups:
+            group.wait()
 
     def _place(self, what: str, contents: Mapping[str, Content]) -> tuple[Snapshot, Snapshot]:
         """Return what this rank saves of ``contents``, and memory of the host for copies of it.
@@ -404,25 +405,25 @@ def _keys_of(contents: Mapping[str, Content]) -> list[tuple[str, str]]:
     return [(kind, name) for kind, content in contents.items() for name in content.tensors]
 
 
-def _portions(
+def _groups_of(
     model: nn.Module, contents: Mapping[str, Content], optimizers: Sequence[Optimizer]
-) -> list[Portion]:
-    """Return portions of tensors that optimizers step, in the order in which they are stepped."""
+) -> list[CopyGroup]:
+    """Return what is copied together: each attached unit, the last one first, and then the rest."""
     settings = [unit.settings.update for unit in reversed(units_below(model))]
-    updates = [each.params for each in settings if each is not None]
-    names = names_of(model) if updates else {}
-    update_of = {names[param]: own for own in updates for param in own if param in names}
-    keys: dict[frozenset[Any] | None, list[tuple[str, str]]] = {own: [] for own in (*updates, None)}
+    units = [each.params for each in settings if each is not None]
+    names = names_of(model) if units else {}
+    unit_of = {names[param]: unit for unit in units for param in unit if param in names}
+    keys: dict[frozenset[Any] | None, list[tuple[str, str]]] = {unit: [] for unit in (*units, None)}
     for kind, name in _keys_of(contents):
-        keys[update_of.get(contents[kind].stepped[name])].append((kind, name))
+        keys[unit_of.get(contents[kind].stepped[name])].append((kind, name))
     flat = [pair for each in optimizers for pair in flat_tensors(model, each)]
     return [
-        Portion(
+        CopyGroup(
             own,
-            [(n, contents[kind].tensors[n]) for kind, n in own] + (flat if params is None else []),
-            params,
+            [(n, contents[kind].tensors[n]) for kind, n in own] + (flat if unit is None else []),
+            unit,
         )
-        for params, own in keys.items()
+        for unit, own in keys.items()
     ]
 
 

@@ -103,7 +103,7 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     """
     boxes: dict[str, Box] = {}
     known: KnownParts = {}
-    loads: dict[tuple[DeviceMesh, int], list[int]] = {}  # the bytes of each copy of parts
+    assigned: dict[tuple[DeviceMesh, int], list[int]] = {}  # the bytes of each copy so far
     for name in sorted(tensors):
         tensor, writer = tensors[name], 0
         box = box_of(name, tensor, rank, world_size, known)
@@ -111,7 +111,7 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
             mesh = tensor.device_mesh
             sizes = zip(mesh.shape, tensor.placements, strict=True)
             copies = math.prod(size for size, each in sizes if isinstance(each, Replicate))
-            of_copies = loads.setdefault((mesh, copies), [0] * copies)
+            of_copies = assigned.setdefault((mesh, copies), [0] * copies)
             writer = of_copies.index(min(of_copies))
             of_copies[writer] += tensor.numel() * tensor.element_size()
         if box is not None and (not box.is_sharded or writer % box.copies == box.copy):
@@ -122,14 +122,14 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
 def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
     """Leave out the whole tensors that other ranks write.
 
-    All ranks have to have whole tensors of the same names and sizes.
+    All ranks need whole tensors of the same names and sizes.
     """
-    loads: list[int] = []  # the bytes of each rank
+    assigned: list[int] = []  # the bytes of each rank so far
     writers = {}
     for name, box in sorted(boxes.items()):
         if not box.is_sharded:
-            loads = loads or [0] * box.copies
+            assigned = assigned or [0] * box.copies
             nbytes = box.part.nbytes
-            writers[name] = loads.index(min(loads)) if nbytes >= _SMALL else 0
-            loads[writers[name]] += nbytes
+            writers[name] = assigned.index(min(assigned)) if nbytes >= _SMALL else 0
+            assigned[writers[name]] += nbytes
     return {name: box for name, box in boxes.items() if writers.get(name, box.copy) == box.copy}

@@ -81,12 +81,12 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = os.fstat(lock).st_nlink > 0  # an export removes its lock at its end
+            is_taken = os.fstat(lock).st_nlink == 0  # an export removes its lock at its end
         except OSError as error:
-            is_free = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-            if is_free:
+            is_taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            if not is_taken:
                 _warn_of_no_lock(directory, error.strerror)
-        if not is_free:
+        if is_taken:
             raise FileExistsError(
                 f"Another job is writing into {directory}. Give each job its own directory."
             )
@@ -101,9 +101,8 @@ def locked(directory: Path) -> Iterator[None]:
 @functools.cache  # once for each directory
 def _warn_of_no_lock(directory: Path, reason: str) -> None:
     warn_caller(
-        f"{directory} cannot be locked ({reason}). If two jobs save into it at the same time, at "
-        "least one of the saves fails, and files of two exports may get mixed up. Give each job "
-        "its own directory."
+        f"{directory} cannot be locked ({reason}). If two jobs save into it at once, at least one "
+        "save fails. If two export, their files may be mixed. Give each job its own directory."
     )
 
 

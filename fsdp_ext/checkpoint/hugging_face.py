@@ -85,8 +85,9 @@ def export(
         OSError: if a file cannot be written, another job writes into the directory, or there is
             no such checkpoint.
         DamagedFileError: if a checkpoint's file is not what was written.
-        RuntimeError: if another rank or the last ``async_save`` failed, and as
-            :func:`stream_weights`.
+        OtherRanksError: if another rank failed.
+        RuntimeError: if the last ``async_save`` failed and nobody has called its ``result()``, and
+            as :func:`stream_weights`.
         TypeError: for a dtype that safetensors cannot store.
         ValueError: if ``max_shard_size`` is no size, there are no weights, ranks differ in what
             they export, such as pipeline stages, or have different tensors of one name, or the
@@ -420,7 +421,7 @@ def _finish(directory: Path, files: dict[str, Layout], lock: contextlib.ExitStac
         disk.before_change()
         write_text(directory / INDEX, _index(files))
     disk.flush_path(directory)
-    lock.close()  # now, since other ranks return next
+    lock.close()  # before other ranks return, which may export again
 
 
 def _index(files: dict[str, Layout]) -> str:

@@ -54,7 +54,8 @@ def load_pretrained(
         FileNotFoundError: if the directory has no such files, or lacks one that its index names.
         OtherRanksError: if another rank failed.
         RuntimeError: if the last ``async_save`` failed, and nobody has called its ``result()``.
-        TypeError: for weights on the meta device.
+        TypeError: for weights on the meta device, or in PyTorch's FSDP1 wrapper without a
+            ``device_mesh``.
         ValueError: if a file or the index is damaged, a tensor has another shape, or, with
             ``strict``, the names in the files are not the model's. A tied weight may have any one
             of its names.

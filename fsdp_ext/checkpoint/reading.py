@@ -84,8 +84,11 @@ class Checkpoint:
         aliases, other = self._merged("weights", "aliases"), self._merged("weights", "other")
         unknown = {*map(str, aliases.values())} - parts.keys()
         if unknown:
-            raise DamagedFileError(f"{self.path} has no tensor '{min(unknown)}'.")
-        with _understanding(self.path):
+            raise DamagedFileError(
+                f"{self.path} names '{min(unknown)}' as the tensor of a tied weight, and no file "
+                "has it. Load another checkpoint."
+            )
+        with _naming_damage(self.path):
             versions = {k: int(v) for k, v in self._merged("weights", "versions").items()}
         return Weights(self.path, parts, aliases, other, versions)
 
@@ -98,7 +101,7 @@ class Checkpoint:
         groups: list[dict[str, Any]] = []
         for part in self._trees("optimizer", "groups", list):
             groups += [group for group in part if group not in groups]
-        with _understanding(self.path):
+        with _naming_damage(self.path):
             return [
                 {"names": [*map(str, group["names"])], "options": group["options"]}
                 for group in groups
@@ -112,7 +115,10 @@ class Checkpoint:
             # The first checkpoints of format 1 have no versions.
             tree = {"versions": {}, **file.tree} if isinstance(file.tree, dict) else {}
             if not isinstance(tree.get(key), form):
-                raise DamagedFileError(f"{file.path} has no '{key}' in its metadata.")
+                raise DamagedFileError(
+                    f"{file.path} needs a {form.__name__} '{key}' in its metadata, and has "
+                    f"{tree.get(key)!r:.80}. Restore the file, or load another checkpoint."
+                )
             yield tree[key]
 
     def parts(self, kind: str) -> Parts:
@@ -176,7 +182,9 @@ class Checkpoint:
             number, version = content["format"], content["fsdp_ext"]
             is_newer = number > FORMAT
         except MALFORMED as error:
-            raise DamagedFileError(f"{path} is damaged: it cannot be parsed ({error}).") from error
+            raise DamagedFileError(
+                f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {error})."
+            ) from error
         if not is_whole:
             raise DamagedFileError(f"{path} is damaged: its checksum differs.")
         if is_newer:
@@ -184,7 +192,7 @@ class Checkpoint:
                 f"{self.path} has format {number}, written by fsdp_ext {version}, and this version "
                 f"reads formats up to {FORMAT}. Install the newer version."
             )
-        with _understanding(path):
+        with _naming_damage(path):
             return {
                 "fsdp_ext": version,
                 "torch": content["torch"],
@@ -210,13 +218,13 @@ class Checkpoint:
 
 def decoded(tree: Any, tensor_of: Callable[[str], Any], path: Path) -> Any:
     """Decode what a file has beside tensors."""
-    with _understanding(path):
+    with _naming_damage(path):
         return decode(tree, tensor_of)
 
 
 @contextlib.contextmanager
-def _understanding(path: Path) -> Iterator[None]:
-    """Raise DamagedFileError if the block finds other JSON in a file than it expects."""
+def _naming_damage(path: Path) -> Iterator[None]:
+    """Raise errors about unexpected JSON as DamagedFileError, which names the file."""
     try:
         yield
     except MALFORMED as error:

@@ -29,7 +29,7 @@ class Content:
 
     tensors: dict[str, torch.Tensor]
     tree: Any  # everything but tensors, as JSON
-    # The tensors that nothing but an optimizer's step changes, by name: each parameter's name.
+    # Tensors that only an optimizer's step changes: the name of each, and that of its parameter.
     stepped: Mapping[str, str] = field(default_factory=dict)
 
     def split(self, names: Container[str]) -> tuple[Content, Content]:
@@ -192,7 +192,7 @@ class Snapshot:
         return checksums
 
     def placed_in(self, memory: torch.Tensor) -> Snapshot:
-        """Return a snapshot of tensors in ``memory``, which have no values yet."""
+        """Return a snapshot whose tensors lie in ``memory``. Their values are not set yet."""
         position = 0
         kinds = {}
         views: dict[torch.dtype, torch.Tensor] = {}

@@ -43,9 +43,9 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     for name, value in weights.items():
         if isinstance(value, ShardedTensor):
             raise TypeError(
-                f"checkpoints got a model whose '{name}' PyTorch's FSDP1 has sharded without a "
-                "device_mesh. Pass device_mesh= to FullyShardedDataParallel, or use "
-                "torch.distributed.checkpoint."
+                "checkpoints got a model in PyTorch's FSDP1 wrapper without a device_mesh: "
+                f"'{name}' is a ShardedTensor. Pass device_mesh= to FullyShardedDataParallel, or "
+                "use torch.distributed.checkpoint."
             )
     return weights
 
@@ -252,7 +252,7 @@ def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _own_names(param: torch.Tensor, name: str) -> list[str]:
-    """Return the names of the parameters in a flat one of PyTorch; any other name is unchanged."""
+    """Return the names of the parameters in a flat parameter of PyTorch's, or else ``name``."""
     if not isinstance(param, FlatParameter):
         return [name]
     return [without_wrappers(name.removesuffix(NAME) + own) for own in param._fqns]

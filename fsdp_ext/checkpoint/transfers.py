@@ -1,4 +1,4 @@
-"""What gathers of weights share: the roll call, a rank's part as it is sent, and new memory."""
+"""What gathers of weights share: the roll call, and a rank's part as it is sent; new memory."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ class FlatRuns:
         self.runs = [_run_of(each) for each in _divide(placed, keys)]
         self.grads = [run.grad for run in self.runs]
         padded = [run for run in self.runs if run.padding.numel()]
-        self._gaps = [run.grad for run in padded], [run.padding for run in padded]
+        self._padded_grads = [run.grad for run in padded]
+        self._padding = [run.padding for run in padded]
 
         # Weak references: an optimizer keeps runs, and must not keep a model alive.
         self._units = list(map(weakref.ref, own))
@@ -131,11 +132,12 @@ class FlatRuns:
         """
         for run in self.runs:
             run.whole = torch.empty(0)
-        self.grads, self._gaps, self._flat, self._locals = [], ([], []), [], []
+        self.grads, self._padded_grads, self._padding = [], [], []
+        self._flat, self._locals = [], []
 
     def clear_padding(self) -> None:
         """Write zeros between the gradients of each run, as a norm over it needs."""
-        _C.clear_elements(*self._gaps)
+        _C.clear_elements(self._padded_grads, self._padding)
 
     def are_of(self, params: list[Any]) -> bool:
         """Return whether the same runs would be found for ``params`` now."""
@@ -202,5 +204,5 @@ def _run_of(placed: list[_Placed]) -> FlatRun:
         [entry.spread for entry in entries],
         offsets,
         whole,
-        torch.cat([torch.arange(0, device=whole.device), *gaps]),
+        torch.cat([torch.arange(0, device=whole.device), *gaps]),  # there may be no gaps
     )

@@ -131,7 +131,7 @@ class FlatStep(FusedSteps):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as PyTorch's does."""
         if set_to_none:
-            # PyTorch's loops over the parameters in Python.
+            # PyTorch's zero_grad loops over parameters in Python.
             with record_function(self._zero_grad_profile_name):
                 for group in self.param_groups:
                     _C.remove_gradients(group["params"])

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,9 +31,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import fsdp_ext
 from fsdp_ext import checkpoint, optim
 from fsdp_ext.checkpoint import background, disk
-from fsdp_ext.checkpoint.background import Portion
+from fsdp_ext.checkpoint.background import CopyGroup
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.optim import flat_step
+from fsdp_ext.sharding.root.module_state import units_below
 
 
 class Stopped:
@@ -158,17 +158,17 @@ def test_a_process_that_ends_waits_and_prints_the_error(tmp_path: Path, fails: b
 
 
 def _step_while_copies_wait(place: Path, kind: str) -> None:
-    copy = Portion.copy
+    copy = CopyGroup.copy
     go_on = threading.Event()
     order: list[str] = []
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         in_call = threading.current_thread() is threading.main_thread()
         assert in_call or go_on.wait(60)
-        copy(portion, source, target)
-        order.extend(["copied"] if portion._keys and not in_call else [])
+        copy(group, source, target)
+        order.extend(["copied"] if group._keys and not in_call else [])
 
-    Portion.copy = copy_late
+    CopyGroup.copy = copy_late
     wrap = fsdp_ext.FullyShardedDataParallel if kind == "flat" else fsdp_ext.fully_shard
     model: Any = wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     model = nn.Sequential(model) if kind == "flat" else model  # the error names the wrapper
@@ -215,14 +215,14 @@ def _step_while_copies_wait(place: Path, kind: str) -> None:
 
 
 def _each_unit_waits_for_its_copies(place: Path) -> None:
-    copy, is_due = Portion.copy, defaultdict[Any, threading.Event](threading.Event)
+    copy = CopyGroup.copy
     order: list[Any] = []
 
-    def copy_when_due(portion: Portion, source: Snapshot, target: Snapshot) -> None:
-        if portion.params is not None:
-            assert is_due[portion.params].wait(60)  # the units before it have stepped
-            order.append(portion.params)
-        copy(portion, source, target)
+    def copy_when_due(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
+        if group.params is not None:
+            assert is_due[group.params].wait(60)  # the units before it have stepped
+            order.append(group.params)
+        copy(group, source, target)
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -230,9 +230,11 @@ def _each_unit_waits_for_its_copies(place: Path) -> None:
         fsdp_ext.fully_shard(unit, bucket_bytes=0)
     optimizer = optim.AdamW(model.parameters(), lr=1.0)
     optimizer.attach(model)
+    updates: list[Any] = [unit.settings.update for unit in units_below(model)]
+    is_due = {update.params: threading.Event() for update in updates}
     _step(model, optimizer)
     saved = _state_of(model, optimizer)
-    Portion.copy = copy_when_due
+    CopyGroup.copy = copy_when_due
     flat_step._update_pre_hooks.insert(0, lambda params: is_due[params].set())
     saving = checkpoint.async_save(place, model, optimizer)
     _step(model, optimizer)
@@ -248,16 +250,16 @@ def test_each_unit_of_an_attached_optimizer_waits_for_its_own_copies(tmp_path: P
 
 
 def _forward_waits_before_it_moves_shards(place: Path) -> None:
-    copy = Portion.copy
+    copy = CopyGroup.copy
     order: list[str] = []
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         in_call = threading.current_thread() is threading.main_thread()
         time.sleep(0 if in_call else 0.5)
-        copy(portion, source, target)
+        copy(group, source, target)
         order.extend([] if in_call else ["copied"])
 
-    Portion.copy = copy_late
+    CopyGroup.copy = copy_late
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for layer in [*model, model]:
         fsdp_ext.fully_shard(layer)  # one bucket, so the first forward moves shards
@@ -272,13 +274,13 @@ def test_a_forward_that_moves_shards_waits_for_copies(tmp_path: Path) -> None:
 
 
 def _another_optimizer_steps(place: Path) -> None:
-    copy, go_on = Portion.copy, threading.Event()
+    copy, go_on = CopyGroup.copy, threading.Event()
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        copy(portion, source, target)
+        copy(group, source, target)
 
-    Portion.copy = copy_late
+    CopyGroup.copy = copy_late
     model = fsdp_ext.fully_shard(nn.Linear(2, 2))
     saved, other = (optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
     model(torch.ones(1, 2)).sum().backward()
@@ -381,21 +383,20 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     values = [*model.state_dict().values()]
-    states = sorted(
-        optimizer.state_dict()["state"].items()
-    )  # attached optimizers have another order
+    # The states of attached optimizers have another order.
+    states = sorted(optimizer.state_dict()["state"].items())
     values += [value for _, state in states for _, value in sorted(state.items())]
     return [whole(value).clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _goes_on(place: Path, kind: str) -> None:
-    copy, go_on = Portion.copy, threading.Event()
+    copy, go_on = CopyGroup.copy, threading.Event()
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        copy(portion, source, target)
+        copy(group, source, target)
 
-    Portion.copy = copy_late
+    CopyGroup.copy = copy_late
     register_optimizer_step_pre_hook(lambda *_: go_on.set())  # runs before the hook that waits
     model, optimizer = _trained(kind, 0)
     go_on.clear()
@@ -457,13 +458,13 @@ def test_an_optimizer_without_hooks_is_copied_during_the_call(
 def test_an_optimizer_that_a_cuda_graph_has_captured_is_copied_during_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_captured: bool
 ) -> None:
-    copy, go_on = Portion.copy, threading.Event()
+    copy, go_on = CopyGroup.copy, threading.Event()
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        copy(portion, source, target)
+        copy(group, source, target)
 
-    monkeypatch.setattr(Portion, "copy", copy_late)
+    monkeypatch.setattr(CopyGroup, "copy", copy_late)
     model = nn.Linear(2, 2)  # plain: no fully_shard watches its optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(1, 2)).sum().backward()

@@ -284,7 +284,7 @@ def test_a_checkpoint_of_a_newer_format(copy: Path) -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        *("format", "fsdp_ext", "torch", "world_size", "mesh", "files"),  # which it lacks
+        *("format", "fsdp_ext", "torch", "world_size", "mesh", "files"),  # keys that are removed
         {"format": None},
         {"world_size": [1]},
         {"mesh": 3},

@@ -32,7 +32,8 @@ def growth(call):
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     with contextlib.redirect_stdout(io.StringIO()):
-        call()
+        code = call()
+    assert not code, code
     return memory("VmHWM") - before
 
 place = Path(sys.argv[-1])
@@ -72,7 +73,7 @@ def test_conversions_need_the_memory_of_two_tensors(tmp_path: Path) -> None:
     small, large = model(1), model(8192)  # 32 MiB each
     for name, each in (("small", small), ("large", large)):
         checkpoint.save(tmp_path / name / "saved", each)
-    grown = growths("convert", tmp_path)
+    grown = growths("commands", tmp_path)
     assert len(grown) == 5
     assert max(grown) < 2.5 * large[0].nbytes
     other = model(8192)

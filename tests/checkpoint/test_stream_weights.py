@@ -92,9 +92,10 @@ def _refuses_fsdp1_of_torch(use_orig_params: bool, directory: Path) -> None:
     for call in (stream_weights, partial(export, directory=directory)):
         with pytest.raises(NotImplementedError, match="Wrap it with fsdp_ext"):
             list(call(model) or ())
-    without_mesh = r"'stem\.weight' PyTorch's FSDP1 has sharded without a device_mesh"
-    with pytest.raises(TypeError, match=without_mesh):
-        checkpoint.save(directory, model)
+    path = checkpoint.save(directory, Stack())
+    for save_or_load in (partial(checkpoint.save, directory), partial(checkpoint.load, path)):
+        with pytest.raises(TypeError, match=r"device_mesh: 'stem\.weight' is a ShardedTensor"):
+            save_or_load(model)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

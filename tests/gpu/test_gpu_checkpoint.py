@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import checkpoint, fully_shard, optim
 from fsdp_ext.checkpoint import background, loading
-from fsdp_ext.checkpoint.background import Portion
+from fsdp_ext.checkpoint.background import CopyGroup
 from fsdp_ext.checkpoint.snapshot import Snapshot
 from fsdp_ext.checkpoint.transfers import new_for_reading
 
@@ -201,13 +201,13 @@ def _saves_between_replays(place: Path, kind: str) -> None:
     graph.replay()
     expected = state_of(model, optimizer)
 
-    copy, go_on = Portion.copy, threading.Event()
+    copy, go_on = CopyGroup.copy, threading.Event()
 
-    def copy_late(portion: Portion, source: Snapshot, target: Snapshot) -> None:
+    def copy_late(group: CopyGroup, source: Snapshot, target: Snapshot) -> None:
         assert threading.current_thread() is threading.main_thread() or go_on.wait(60)
-        copy(portion, source, target)
+        copy(group, source, target)
 
-    Portion.copy = copy_late
+    CopyGroup.copy = copy_late
     if kind == CAPTURED_BEFORE:
         background._stepped.discard(optimizer)
         background._captured.discard(optimizer)

@@ -200,7 +200,7 @@ def _joined(directory: Path) -> None:
     assert os.getpid() not in named
     # Both traces agree when each gather was issued. PyTorch calibrates its clock when a profile
     # begins and ends, and on a busy machine that is some milliseconds off.
-    tolerance = 50_000
+    tolerance = 50_000  # microseconds
     for number in range(LAYERS):
         issues = sorted(
             (event["ts"], event["ts"] + event["dur"])

@@ -40,7 +40,7 @@ from bench.models.overlap_rows import exposed_at_least
 from bench.models.overlap_systems import OURS, Case, Opened, Shape
 from bench.models.training import OF_ONE_RANK, SMALL, run_in_turns
 from fsdp_ext import _C, Link
-from fsdp_ext.checkpoint.background import Portion
+from fsdp_ext.checkpoint.background import CopyGroup
 
 pytestmark = pytest.mark.timeout(960)
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def _blocked_by_slow_copies(directory: Path, delay: float) -> list[float]:
 
     blocked = []
     with (
-        mock.patch.object(Portion, "copy", in_threads(Portion.copy)),
+        mock.patch.object(CopyGroup, "copy", in_threads(CopyGroup.copy)),
         mock.patch.object(DefaultStager, "_stage", in_threads(DefaultStager._stage)),
     ):
         for save in (

@@ -229,6 +229,10 @@ def _samples() -> None:
     assert model.head.weight.grad is not None
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model.sample(x)
+    with torch.no_grad():
+        hidden = model(x)
+        model.unshard()
+        model.head(hidden)
     model.sample(x).sum().backward()
 
 

@@ -1,11 +1,9 @@
-#include <cstdint>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "base/mix.h"
 #include "torch/bindings/registrations.h"
+#include "torch/flat_tensor.h"
 #include "torch/noted_objects.h"
 #include "torch/torch_unit.h"
 
@@ -27,13 +25,7 @@ void register_steps(py::module_& m) {
   m.def("remove_gradients", &remove_gradients, py::arg("params"));
   m.def("clear_elements", &clear_elements, py::arg("tensors"), py::arg("elements"),
         py::call_guard<py::gil_scoped_release>());
-  m.def("gradients_version", [](const std::vector<std::shared_ptr<TorchUnit>>& units) {
-    std::uint64_t version = 0;
-    for (const auto& unit : units) {
-      version = mix(version, unit != nullptr ? unit->gradients_version() : 0);
-    }
-    return version;
-  });
+  m.def("gradients_version", &gradients_version_of, py::arg("units"));
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("call_before_shards_move", &call_before_shards_move, py::arg("function"));
   m.def("count_optimizer_steps_by_thread", &count_optimizer_steps_by_thread);
