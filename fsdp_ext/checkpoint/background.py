@@ -413,6 +413,9 @@ def _groups_of(
     units = [each.params for each in settings if each is not None]
     names = names_of(model) if units else {}
     unit_of = {names[param]: unit for unit in units for param in unit if param in names}
+    stepped = {name for content in contents.values() for name in content.stepped.values()}
+    if units and not stepped <= {*names.values()}:
+        units, unit_of = [], {}  # a state may belong to any unit, so all wait for everything
     keys: dict[frozenset[Any] | None, list[tuple[str, str]]] = {unit: [] for unit in (*units, None)}
     for kind, name in _keys_of(contents):
         keys[unit_of.get(contents[kind].stepped[name])].append((kind, name))

@@ -77,25 +77,38 @@ def make(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it."""
     make(directory)
-    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    while (lock := _try_lock(directory)) is None:
+        pass
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_taken = os.fstat(lock).st_nlink == 0  # an export removes its lock at its end
-        except OSError as error:
-            is_taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-            if not is_taken:
-                _warn_of_no_lock(directory, error.strerror)
-        if is_taken:
-            raise FileExistsError(
-                f"Another job is writing into {directory}. Give each job its own directory."
-            )
         yield
     finally:
         # A process that was forked meanwhile shares the lock, so closing does not release it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def _try_lock(directory: Path) -> int | None:
+    """Return the open file that is locked; None if an export has removed it meanwhile."""
+    with contextlib.ExitStack() as closing:
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        closing.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FileExistsError(
+                    f"Another job is writing into {directory}. Give each job its own directory."
+                ) from error
+            _warn_of_no_lock(directory, error.strerror)
+        else:
+            try:
+                if os.fstat(lock).st_nlink == 0:
+                    return None
+            except OSError:  # network file systems say so if another host has removed it
+                return None
+        closing.pop_all()
+        return lock
 
 
 @functools.cache  # once for each directory

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -47,7 +48,6 @@ from fsdp_ext.comm.rendezvous import machine
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PARTIAL = ".partial"
-_CONFIG = f"config{_PARTIAL}"  # a directory
 _FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 Layout = dict[str, Part]
@@ -172,7 +172,6 @@ def write_files(
     with ranks.together("export"):
         files = _files(parts, _bytes_of(max_shard_size))
     own = [name for i, name in enumerate(files) if i % ranks.size == ranks.rank]
-    writing = _Export(directory, files)
 
     def create() -> list[object] | None:
         writing.create(own)
@@ -180,8 +179,8 @@ def write_files(
 
     def begin_renaming(_: list[None]) -> None:
         if write_more is not None:
-            write_more(directory / _CONFIG, parts)  # may raise, so it comes first
-        more = [*directory.glob(f"{_CONFIG}/*")]
+            write_more(config, parts)  # may raise, so it comes first
+        more = [*config.glob("*")]
         for path in more:
             disk.flush_path(path)
         # The directory has no index while names change. A single file is replaced by renaming,
@@ -192,7 +191,8 @@ def write_files(
             disk.rename(path, directory / path.name)
 
     with contextlib.ExitStack() as lock:
-        _prepare(directory, files, ranks, lock)
+        suffix = _prepare(directory, files, ranks, lock)
+        writing, config = _Export(directory, files, suffix), directory / ("config" + suffix)
         try:
             with contextlib.closing(writing):
                 are_shared = ranks.agree_on("export", create, _are_one)
@@ -200,16 +200,16 @@ def write_files(
                 with ranks.together("export"):
                     writing.write(to_write)
             # One rank flushes each file, when all have written to it.
-            ranks.agree_on("export", lambda: _flush(directory, own), begin_renaming)
-            with ranks.together("export", partial(_finish, directory, files, lock)):
+            ranks.agree_on("export", lambda: writing.flush(own), begin_renaming)
+            with ranks.together("export", partial(_finish, directory, files, config, lock)):
                 for name in own:
-                    disk.rename(directory / (name + _PARTIAL), directory / name)
+                    disk.rename(writing.path_of(name), directory / name)
         except BaseException:
             for name in own:
                 with contextlib.suppress(OSError):  # the caller has to see the first error
-                    (directory / (name + _PARTIAL)).unlink(missing_ok=True)
+                    writing.path_of(name).unlink(missing_ok=True)
             if ranks.rank == 0:
-                shutil.rmtree(directory / _CONFIG, ignore_errors=True)
+                shutil.rmtree(config, ignore_errors=True)
             raise
 
 
@@ -291,33 +291,42 @@ def _check_equal(weights: dict[str, Weight], ranks: Ranks) -> None:
 
 def _prepare(
     directory: Path, files: dict[str, Layout], ranks: Ranks, lock: contextlib.ExitStack
-) -> None:
+) -> str:
     """Check that all ranks have the same files, and remove what an interrupted export has left.
 
     On rank 0, ``lock`` gets the lock of the directory.
+
+    Returns:
+        the suffix of the names of unfinished files. Another job's files have another one, so no
+        rank writes or removes them, even if it goes on after rank 0 has released the lock.
     """
 
-    def prepare(digests: list[str]) -> int | None:
-        """Return the first rank whose files differ from rank 0's; None if there is none."""
+    def remove_lock() -> None:
+        with contextlib.suppress(OSError):  # the caller has to see the first error
+            (directory / directories.LOCK).unlink()
+
+    def prepare(digests: list[str]) -> tuple[int | None, str]:
+        """Return the first rank whose files differ from rank 0's, if any, and the suffix."""
         other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
         if other is None:
             lock.enter_context(directories.locked(directory))
-            lock.callback((directory / directories.LOCK).unlink, missing_ok=True)
-            _remove(directory, f"model*.safetensors{_PARTIAL}", _CONFIG)
-        return other
+            lock.callback(remove_lock)
+            _remove(directory, f"model*.safetensors*{_PARTIAL}", f"config*{_PARTIAL}")
+        return other, f".{secrets.token_hex(4)}{_PARTIAL}"
 
     layout = [
         (file, name, NAMES[part.dtype], part.shape)
         for file, parts in files.items()
         for name, part in parts.items()
     ]
-    other = ranks.agree("export", digest(layout), prepare)
+    other, suffix = ranks.agree("export", digest(layout), prepare)
     if other is not None:
         raise ValueError(
             f"export got other tensors, or another max_shard_size=, on rank {ranks.members[other]} "
             f"than on rank {ranks.members[0]}. All ranks need the same names, dtypes and shapes. "
             "For a pipeline stage, pass a process_group= of its ranks and a directory of its own."
         )
+    return str(suffix)
 
 
 class _Export:
@@ -326,8 +335,9 @@ class _Export:
     Other ranks need this one in their gathers, so it goes on without writing.
     """
 
-    def __init__(self, directory: Path, files: dict[str, Layout]) -> None:
+    def __init__(self, directory: Path, files: dict[str, Layout], suffix: str) -> None:
         self._directory = directory
+        self._suffix = suffix
         self._parts = {name: part for parts in files.values() for name, part in parts.items()}
         self._file_of = {name: file for file, parts in files.items() for name in parts}
         self._headers = {file: header_of(parts, {"format": "pt"}) for file, parts in files.items()}
@@ -338,10 +348,14 @@ class _Export:
             self._begins |= zip(parts, begins, strict=False)
         self._open: tuple[Path, int] | None = None  # the file that is being written
 
+    def path_of(self, file: str) -> Path:
+        """Return where a file is until it is complete."""
+        return self._directory / (file + self._suffix)
+
     def create(self, files: list[str]) -> None:
         """Make files with their headers."""
         for file in files:
-            path = self._directory / (file + _PARTIAL)
+            path = self.path_of(file)
             with naming(path):
                 self._open = path, disk.create(path)
                 disk.write(self._open[1], [memoryview(self._headers[file])], 0)
@@ -366,7 +380,7 @@ class _Export:
 
     def _add(self, piece: Piece) -> None:
         part = self._parts[piece.name]
-        path = self._directory / (self._file_of[piece.name] + _PARTIAL)
+        path = self.path_of(self._file_of[piece.name])
         end = self._begins[piece.name] + piece.first * part.dtype.itemsize
         if self._open is None or self._open[0] != path:
             self.close()
@@ -377,6 +391,12 @@ class _Export:
             with naming(path):
                 disk.write(self._open[1], [memory], end)
             end += len(memory)
+
+    def flush(self, files: list[str]) -> None:
+        """Flush files to the disk."""
+        for file in files:
+            with naming(self.path_of(file)):
+                disk.flush_path(self.path_of(file))
 
     def close(self) -> None:
         """Close the file that is being written."""
@@ -401,22 +421,17 @@ def _are_one(places: list[object]) -> bool:
     return places[0] is not None and all(place == places[0] for place in places)
 
 
-def _flush(directory: Path, files: list[str]) -> None:
-    for file in files:
-        path = directory / (file + _PARTIAL)
-        with naming(path):
-            disk.flush_path(path)
-
-
 def _are_equal(path: Path, other: Path) -> bool:
     return other.is_file() and path.read_bytes() == other.read_bytes()
 
 
-def _finish(directory: Path, files: dict[str, Layout], lock: contextlib.ExitStack) -> None:
+def _finish(
+    directory: Path, files: dict[str, Layout], config: Path, lock: contextlib.ExitStack
+) -> None:
     """Remove the files of an older export, write the index, and release the lock."""
     stale = [each.name for each in directory.iterdir() if _FILE.fullmatch(each.name)]
     _remove(directory, *(name for name in stale if name not in files))
-    _remove(directory, _CONFIG)
+    _remove(directory, config.name)
     if SINGLE not in files:
         disk.before_change()
         write_text(directory / INDEX, _index(files))

@@ -58,7 +58,7 @@ def _set_optimizers(
 ) -> None:
     try:
         state_dicts.set_optimizer_state(model, optimizers, state)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         kinds = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
             f"{kinds} cannot load the optimizer's states in the checkpoint "

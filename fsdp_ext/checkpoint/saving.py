@@ -45,9 +45,7 @@ def write(snapshot: Snapshot | Exception, directory: Path, ranks: Ranks, keep: i
             lock.enter_context(directories.locked(directory))
             return directories.begin(directory).name, *map(_are_equal, zip(*digests, strict=True))
 
-        name, share_work, same_names = ranks.agree(
-            "checkpoint.save", snapshot.digests_of_names, begin
-        )
+        name, share_work, same_names = ranks.agree("checkpoint.save", snapshot.digests, begin)
         folder = directory / name
 
         def write_own() -> dict[str, Any]:

@@ -122,8 +122,8 @@ class Snapshot:
     """What a rank saves, by the kind of file, as in :func:`collect`."""
 
     kinds: dict[str, Kind]
-    # The names of all tensors of the model and the optimizer, whoever writes them.
-    names: frozenset[str]
+    # The name, dtype and shape of all tensors of the model and the optimizer, whoever writes them.
+    described: frozenset[tuple[str, str, tuple[int, ...]]]
     elements: int  # the elements of these tensors as wholes
     # The shape of the model's mesh, by the names of its dimensions, for ``inspect``.
     mesh: dict[str, int]
@@ -131,14 +131,14 @@ class Snapshot:
     @classmethod
     def of(cls, contents: Mapping[str, Content], ranks: Ranks) -> Snapshot:
         """Return what this rank saves. Tensors share memory with those in ``contents``."""
-        kinds, names, elements = {}, list[str](), 0
+        kinds, described, elements = {}, list[tuple[str, str, tuple[int, ...]]](), 0
         for name, content in contents.items():
             rank, size = (0, 1) if name == "extra" else (ranks.rank, ranks.size)
             kinds[name] = Kind(own_boxes(content.tensors, rank, size), content.tree)
             if name != "extra":
-                names += content.tensors
+                described += map(_describe, content.tensors, content.tensors.values())
                 elements += sum(tensor.numel() for tensor in content.tensors.values())
-        return cls(kinds, frozenset(names), elements, _mesh_of(contents["weights"].tensors))
+        return cls(kinds, frozenset(described), elements, _mesh_of(contents["weights"].tensors))
 
     def __or__(self, other: Snapshot) -> Snapshot:
         """Return a snapshot with the tensors of both, of the same kinds of files."""
@@ -146,8 +146,8 @@ class Snapshot:
             name: Kind(kind.boxes | other.kinds[name].boxes, kind.tree)
             for name, kind in self.kinds.items()
         }
-        names, elements = self.names | other.names, self.elements + other.elements
-        return Snapshot(kinds, names, elements, self.mesh or other.mesh)
+        described, elements = self.described | other.described, self.elements + other.elements
+        return Snapshot(kinds, described, elements, self.mesh or other.mesh)
 
     @property
     def whole_names(self) -> list[str]:
@@ -156,19 +156,20 @@ class Snapshot:
         return [name for name, box in boxes if not box.is_sharded]
 
     @property
-    def digests_of_names(self) -> tuple[str, str]:
-        """Checksums of the names of tensors that are not sharded, and of all names.
+    def digests(self) -> tuple[str, str]:
+        """Checksums of what decides which rank writes a tensor, as all ranks have to decide alike.
 
-        Each includes the number of elements of all tensors.
+        They are of the name, dtype and shape of the tensors that are not sharded, and of all
+        tensors. Each includes the number of elements of all tensors.
         """
         not_sharded = [
-            name
+            _describe(name, box.tensor)
             for kind in ("weights", "optimizer")
             if kind in self.kinds
             for name, box in sorted(self.kinds[kind].boxes.items())
             if not box.is_sharded
         ]
-        return digest([not_sharded, self.elements]), digest([sorted(self.names), self.elements])
+        return digest([not_sharded, self.elements]), digest([sorted(self.described), self.elements])
 
     def checksums_of_whole_states(self) -> dict[str, str]:
         """Return checksums of what has to be equal in all ranks' optimizers of a sharded model.
@@ -217,6 +218,10 @@ class Snapshot:
             for kind in self.kinds.values()
             for box in kind.boxes.values()
         )
+
+
+def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
+    return name, str(tensor.dtype), tuple(tensor.shape)
 
 
 def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

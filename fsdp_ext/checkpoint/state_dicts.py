@@ -7,7 +7,7 @@ model, too: weights.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_ext._util.names import without_fsdp1, without_wrappers
 from fsdp_ext.checkpoint.weights import is_wrapped, names_of, places_in, refuse_summoned
+from fsdp_ext.fsdp1.setup import without_checkpointing
 from fsdp_ext.fsdp1.state_dict_forms import shared_memory
 from fsdp_ext.fsdp1.wrapper import FullyShardedDataParallel
 from fsdp_ext.sharding.params.flat_parameter import NAME
@@ -201,15 +202,16 @@ def _state_and_names(
     Without ``needs_states``, ranks call no collectives, and the states may be missing.
     """
     if _is_wrapped_by_torch(model):
-        names, state = _names_of_groups(model, optimizer), optimizer.state_dict()
-        groups = zip(state["param_groups"], names, strict=True)
+        known = {param: _torch_name(name) for name, param in model.named_parameters()}
+        keys, state = _names_of_groups(optimizer, known), optimizer.state_dict()
+        groups = zip(state["param_groups"], keys, strict=True)
         state |= {"state": {}, "param_groups": [{**group, "params": own} for group, own in groups]}
         if needs_states:
             with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 state["state"] = TorchFSDP.optim_state_dict(model, optimizer)["state"]
-        return state, names
+        return state, [[*map(without_wrappers, own)] for own in keys]
     if not _flat_parameters(optimizer):
-        return optimizer.state_dict(), _names_of_groups(model, optimizer)
+        return optimizer.state_dict(), _names_of_groups(optimizer, names_of(model))
     with shared_memory():
         state = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
     return state, [list(group["params"]) for group in state["param_groups"]]
@@ -236,8 +238,12 @@ def _flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
     return [param for param in params if isinstance(param, FlatParameter)]
 
 
-def _names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = names_of(model)
+def _torch_name(name: str) -> str:
+    """Return the name that PyTorch's FSDP1 has for a parameter. It keeps that of torch.compile."""
+    return without_checkpointing(without_fsdp1(name))
+
+
+def _names_of_groups(optimizer: Optimizer, names: Mapping[Any, str]) -> list[list[str]]:
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         unknown = [i for i, param in enumerate(group["params"]) if param not in names]
@@ -255,4 +261,4 @@ def _own_names(param: torch.Tensor, name: str) -> list[str]:
     """Return the names of the parameters in a flat parameter of PyTorch's, or else ``name``."""
     if not isinstance(param, FlatParameter):
         return [name]
-    return [without_wrappers(name.removesuffix(NAME) + own) for own in param._fqns]
+    return [_torch_name(name.removesuffix(NAME) + own) for own in param._fqns]

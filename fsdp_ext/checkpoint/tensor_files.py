@@ -68,7 +68,7 @@ Bytes = memoryview
 
 
 # What code raises that reads JSON of another form than it expects.
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class DamagedFileError(ValueError):

@@ -137,6 +137,11 @@ def torchs_fsdp1_flat() -> Made:
     return torchs_fsdp1(use_orig_params=False)
 
 
+def torchs_fsdp1_compiled() -> Made:
+    model, optimizer = torchs_fsdp1()
+    return torch.compile(model, backend="eager"), optimizer
+
+
 def ddp() -> Made:
     return adamw(nn.parallel.DistributedDataParallel(Net()))
 
@@ -156,6 +161,7 @@ SAVERS: dict[str, Callable[[], Made]] = {
         fsdp1_flat,
         torchs_fsdp1,
         torchs_fsdp1_flat,
+        torchs_fsdp1_compiled,
         ddp,
     )
 }
@@ -223,7 +229,7 @@ def exchange(place: Path, pairs: list[tuple[str, str]], ranks: int) -> None:
 
 
 def _collects_without_copies() -> None:
-    gathered = (torchs_fsdp1, torchs_fsdp1_flat)
+    gathered = (torchs_fsdp1, torchs_fsdp1_flat, torchs_fsdp1_compiled)
     for make in (each for each in SAVERS.values() if each not in gathered):
         model, optimizer = trained(make, 0)
         both = [snapshot.collect(model, [optimizer], None) for _ in range(2)]

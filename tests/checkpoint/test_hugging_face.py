@@ -170,7 +170,7 @@ def _is_cut_into_files(directory: Path) -> list[str]:
     create = disk.create
 
     def noted(path: Path) -> int:
-        opened.append(path.name.removesuffix(".partial"))
+        opened.append(path.name.rpartition(".safetensors")[0] + ".safetensors")
         return create(path)
 
     model, _ = made(Stack, sharded)
