@@ -148,11 +148,10 @@ def test_a_configuration_that_cannot_be_written(size: int | str, tmp_path: Path)
 def test_another_job_that_exports_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, later, loaded = Stack(), Stack(), Stack()
     on_host, flock = hugging_face.on_host, fcntl.flock
-    refused = pytest.raises(FileExistsError, match="Another job is writing into")
 
     def meanwhile(*args: Any) -> Any:
         monkeypatch.setattr(hugging_face, "on_host", on_host)
-        with refused:
+        with pytest.raises(FileExistsError, match="Another job is writing into"):
             export(later, tmp_path)
         return on_host(*args)
 
@@ -162,10 +161,9 @@ def test_another_job_that_exports_there(tmp_path: Path, monkeypatch: pytest.Monk
         flock(lock, how)
 
     monkeypatch.setattr(hugging_face, "on_host", meanwhile)
-    export(model, tmp_path)
-    monkeypatch.setattr(fcntl, "flock", too_late)
-    with refused:
-        export(later, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    load_pretrained(loaded, tmp_path)
-    assert_equal(loaded.state_dict(), model.state_dict())
+    for exported in (model, later):
+        export(exported, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+        load_pretrained(loaded, tmp_path)
+        assert_equal(loaded.state_dict(), exported.state_dict())
+        monkeypatch.setattr(fcntl, "flock", too_late)

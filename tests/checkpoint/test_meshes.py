@@ -224,6 +224,21 @@ def test_ranks_with_different_tensors_of_one_name_are_told(tmp_path: Path) -> No
     run_ranks(_of_own_experts, 4, tmp_path)
 
 
+def _of_other_dtypes(place: Path) -> None:
+    """By these sizes alone, no rank would write 'c', and both would write 'd'."""
+    dtype = torch.bfloat16 if dist.get_rank() else torch.float32
+    sizes = {"a": 1 << 20, "b": 3 << 18, "c": 1 << 20, "d": 1 << 20}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    model = nn.ParameterDict(tensors | {"a": tensors["a"].to(dtype)})
+    with pytest.raises((ValueError, checkpoint.OtherRanksError), match="tensors of one name, 'a'"):
+        checkpoint.save(place, model)
+    assert checkpoint.latest(place) is None
+
+
+def test_ranks_with_tensors_of_other_dtypes_are_told(tmp_path: Path) -> None:
+    run_ranks(_of_other_dtypes, 2, tmp_path)
+
+
 def _beside_uneven_experts(place: Path) -> None:
     """One of two replicas has another tensor in front of those that they share."""
     rank = dist.get_rank()
