@@ -64,8 +64,9 @@ class FlatTensor {
   std::vector<Part> parts_;
 };
 
-// Writes zeros at the int64 indices `elements[i]` of the contiguous 1-D tensor `tensors[i]`. Both
-// are on one device. On the host this avoids the dispatch of index_fill_. Needs no GIL.
+// Sets elements of contiguous 1-D tensors to zero: those of `tensors[i]` at the int64 indices in
+// `elements[i]`, a tensor on the same device. On the host this is faster than index_fill_. It needs
+// no GIL.
 void clear_elements(const std::vector<at::Tensor>& tensors,
                     const std::vector<at::Tensor>& elements);
 

@@ -227,7 +227,8 @@ void call_before_shards_move(pybind11::object function);
 void note_module_change();
 std::uint64_t module_changes();
 
-// Changes with the gradients that lie in the units' flat gradients. A unit may be null.
+// A number that changes when other gradients lie in the units' flat gradients. A unit that has run
+// no forward is null.
 std::uint64_t gradients_version_of(const std::vector<std::shared_ptr<TorchUnit>>& units);
 
 }  // namespace fsdp

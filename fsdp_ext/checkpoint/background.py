@@ -352,8 +352,8 @@ class Staged:
             return error
         finally:
             self.end()
-            # The handle may live longer than the model. The caller keeps the copies. Attributes
-            # that before_step may still read are replaced, not deleted.
+            # The handle may live longer than the model, so it drops its references. before_step may
+            # still read two of these attributes, so they are replaced, not deleted.
             self._optimizers = self._groups = ()
             del self._copied_now, self._deferred, self._memory
 

@@ -107,13 +107,12 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     for name in sorted(tensors):
         tensor, writer = tensors[name], 0
         box = box_of(name, tensor, rank, world_size, known)
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):  # also if this rank has no elements of it
             mesh = tensor.device_mesh
             sizes = zip(mesh.shape, tensor.placements, strict=True)
             copies = math.prod(size for size, each in sizes if isinstance(each, Replicate))
             of_copies = assigned.setdefault((mesh, copies), [0] * copies)
-            writer = of_copies.index(min(of_copies))
-            of_copies[writer] += tensor.numel() * tensor.element_size()
+            writer = _assign(of_copies, tensor.numel() * tensor.element_size())
         if box is not None and (not box.is_sharded or writer % box.copies == box.copy):
             boxes[name] = box
     return dict(sorted(boxes.items(), key=lambda item: item[1].tensor.data_ptr()))
@@ -122,7 +121,7 @@ def own_boxes(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -
 def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
     """Leave out the whole tensors that other ranks write.
 
-    All ranks need whole tensors of the same names and sizes.
+    The tensors that are not sharded have to have the same names and sizes on all ranks.
     """
     assigned: list[int] = []  # the bytes of each rank so far
     writers = {}
@@ -130,6 +129,12 @@ def without_others(boxes: dict[str, Box]) -> dict[str, Box]:
         if not box.is_sharded:
             assigned = assigned or [0] * box.copies
             nbytes = box.part.nbytes
-            writers[name] = assigned.index(min(assigned)) if nbytes >= _SMALL else 0
-            assigned[writers[name]] += nbytes
+            writers[name] = _assign(assigned, nbytes) if nbytes >= _SMALL else 0
     return {name: box for name, box in boxes.items() if writers.get(name, box.copy) == box.copy}
+
+
+def _assign(assigned: list[int], nbytes: int) -> int:
+    """Return the writer that has the fewest bytes, and add ``nbytes`` to them."""
+    writer = assigned.index(min(assigned))
+    assigned[writer] += nbytes
+    return writer

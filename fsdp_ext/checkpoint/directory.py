@@ -34,6 +34,7 @@ _NAME = re.compile(r"checkpoint-(\d{6,})")
 _SAVING = ".saving-"
 _DELETING = ".deleting-"
 LOCK = ".lock"
+_TAKEN = "Another job is writing into {directory}. Give each job its own directory."
 INDEX = "index.json"
 
 
@@ -77,12 +78,17 @@ def make(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it."""
     make(directory)
-    while (lock := _try_lock(directory)) is None:
-        pass
+    for _ in range(3):
+        lock = _try_lock(directory)
+        if lock is not None:
+            break
+    else:
+        raise FileExistsError(_TAKEN.format(directory=directory))
     try:
         yield
     finally:
-        # A process that was forked meanwhile shares the lock, so closing does not release it.
+        # A child that was forked meanwhile has the file open, too, so closing it here would not
+        # release the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
@@ -97,15 +103,14 @@ def _try_lock(directory: Path) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FileExistsError(
-                    f"Another job is writing into {directory}. Give each job its own directory."
-                ) from error
+                raise FileExistsError(_TAKEN.format(directory=directory)) from error
             _warn_of_no_lock(directory, error.strerror)
         else:
             try:
-                if os.fstat(lock).st_nlink == 0:
-                    return None
-            except OSError:  # network file systems say so if another host has removed it
+                is_removed = not os.path.samestat(os.fstat(lock), os.stat(directory / LOCK))
+            except OSError:
+                is_removed = True
+            if is_removed:
                 return None
         closing.pop_all()
         return lock

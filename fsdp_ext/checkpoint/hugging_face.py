@@ -199,7 +199,7 @@ def write_files(
                 to_write = pieces([[*names] for names in files.values()], are_shared)
                 with ranks.together("export"):
                     writing.write(to_write)
-            # One rank flushes each file, when all have written to it.
+            # After all ranks have written, one rank flushes each file.
             ranks.agree_on("export", lambda: writing.flush(own), begin_renaming)
             with ranks.together("export", partial(_finish, directory, files, config, lock)):
                 for name in own:
@@ -294,11 +294,11 @@ def _prepare(
 ) -> str:
     """Check that all ranks have the same files, and remove what an interrupted export has left.
 
-    On rank 0, ``lock`` gets the lock of the directory.
+    Rank 0 enters the lock of the directory into ``lock``.
 
     Returns:
-        the suffix of the names of unfinished files. Another job's files have another one, so no
-        rank writes or removes them, even if it goes on after rank 0 has released the lock.
+        the suffix of the names of unfinished files. Each export has its own suffix, so a rank that
+        goes on after rank 0 has released the lock does not touch another job's files.
     """
 
     def remove_lock() -> None:

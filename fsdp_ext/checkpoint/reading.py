@@ -112,7 +112,7 @@ class Checkpoint:
 
     def _trees(self, kind: str, key: str, form: type) -> Iterator[Any]:
         for file in self.files.get(kind, ()):
-            # The first checkpoints of format 1 have no versions.
+            # Early checkpoints of format 1 lack "versions".
             tree = {"versions": {}, **file.tree} if isinstance(file.tree, dict) else {}
             if not isinstance(tree.get(key), form):
                 raise DamagedFileError(

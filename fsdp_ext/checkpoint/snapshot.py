@@ -29,7 +29,7 @@ class Content:
 
     tensors: dict[str, torch.Tensor]
     tree: Any  # everything but tensors, as JSON
-    # Tensors that only an optimizer's step changes: the name of each, and that of its parameter.
+    # The names of tensors that only an optimizer's step changes, each with its parameter's name.
     stepped: Mapping[str, str] = field(default_factory=dict)
 
     def split(self, names: Container[str]) -> tuple[Content, Content]:
@@ -157,10 +157,10 @@ class Snapshot:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Checksums of what decides which rank writes a tensor, as all ranks have to decide alike.
+        """Checksums of names, dtypes and shapes, by which ranks decide who writes each tensor.
 
-        They are of the name, dtype and shape of the tensors that are not sharded, and of all
-        tensors. Each includes the number of elements of all tensors.
+        The first is of the tensors that are not sharded, and the second of all tensors. Each
+        includes the number of elements of all tensors.
         """
         not_sharded = [
             _describe(name, box.tensor)

@@ -46,7 +46,7 @@ _update_pre_hooks: list[UpdatePreHook] = []
 def register_update_pre_hook(hook: UpdatePreHook) -> None:
     """Call ``hook`` before any attached optimizer steps a unit in backward, for good.
 
-    It gets the parameters, the same object as ``UnitUpdate.params``.
+    The argument of ``hook`` is the unit's ``UnitUpdate.params``.
     """
     _update_pre_hooks.append(hook)
 
@@ -131,7 +131,7 @@ class FlatStep(FusedSteps):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as PyTorch's does."""
         if set_to_none:
-            # PyTorch's zero_grad loops over parameters in Python.
+            # One call in C++: PyTorch's zero_grad loops over parameters in Python.
             with record_function(self._zero_grad_profile_name):
                 for group in self.param_groups:
                     _C.remove_gradients(group["params"])

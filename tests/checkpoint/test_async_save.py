@@ -383,7 +383,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     values = [*model.state_dict().values()]
-    # The states of attached optimizers have another order.
+    # An attached optimizer lists its states in the order of backward.
     states = sorted(optimizer.state_dict()["state"].items())
     values += [value for _, state in states for _, value in sorted(state.items())]
     return [whole(value).clone() if isinstance(value, Tensor) else value for value in values]

@@ -198,8 +198,8 @@ def _joined(directory: Path) -> None:
     }
     assert sorted(named.values()) == ["rank 0, shared_memory", "rank 1, shared_memory"]
     assert os.getpid() not in named
-    # Both traces agree when each gather was issued. PyTorch calibrates its clock when a profile
-    # begins and ends, and on a busy machine that is some milliseconds off.
+    # Both traces show each gather at about the same time. PyTorch's profiler calibrates its clock,
+    # which can be some milliseconds off on a busy machine.
     tolerance = 50_000  # microseconds
     for number in range(LAYERS):
         issues = sorted(
