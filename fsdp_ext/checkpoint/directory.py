@@ -34,7 +34,6 @@ _NAME = re.compile(r"checkpoint-(\d{6,})")
 _SAVING = ".saving-"
 _DELETING = ".deleting-"
 LOCK = ".lock"
-_TAKEN = "Another job is writing into {directory}. Give each job its own directory."
 INDEX = "index.json"
 
 
@@ -78,13 +77,16 @@ def make(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it does not exist. Rank 0 calls it."""
     make(directory)
-    for _ in range(3):
-        lock = _try_lock(directory)
-        if lock is not None:
-            break
-    else:
-        raise FileExistsError(_TAKEN.format(directory=directory))
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FileExistsError(
+                    f"Another job is writing into {directory}. Give each job its own directory."
+                ) from error
+            _warn_of_no_lock(directory, error.strerror)
         yield
     finally:
         # A child that was forked meanwhile has the file open, too, so closing it here would not
@@ -92,28 +94,6 @@ def locked(directory: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
-
-
-def _try_lock(directory: Path) -> int | None:
-    """Return the open file that is locked; None if an export has removed it meanwhile."""
-    with contextlib.ExitStack() as closing:
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        closing.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FileExistsError(_TAKEN.format(directory=directory)) from error
-            _warn_of_no_lock(directory, error.strerror)
-        else:
-            try:
-                is_removed = not os.path.samestat(os.fstat(lock), os.stat(directory / LOCK))
-            except OSError:
-                is_removed = True
-            if is_removed:
-                return None
-        closing.pop_all()
-        return lock
 
 
 @functools.cache  # once for each directory

@@ -302,6 +302,8 @@ def _prepare(
     """
 
     def remove_lock() -> None:
+        # A job that has just opened the file then locks one that no later job sees. Its suffix
+        # protects it, as on file systems without locks.
         with contextlib.suppress(OSError):  # the caller has to see the first error
             (directory / directories.LOCK).unlink()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import os
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from support.launcher import run_ranks
 from support.models import Stack
 from torch import nn
 
-from fsdp_ext.checkpoint import directory as directories
 from fsdp_ext.checkpoint import disk, export, gathering, hugging_face, load_pretrained
 from fsdp_ext.checkpoint.ranks import OtherRanksError
 
@@ -147,7 +145,7 @@ def test_a_configuration_that_cannot_be_written(size: int | str, tmp_path: Path)
 
 def test_another_job_that_exports_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, later, loaded = Stack(), Stack(), Stack()
-    on_host, flock = hugging_face.on_host, fcntl.flock
+    on_host = hugging_face.on_host
 
     def meanwhile(*args: Any) -> Any:
         monkeypatch.setattr(hugging_face, "on_host", on_host)
@@ -155,15 +153,9 @@ def test_another_job_that_exports_there(tmp_path: Path, monkeypatch: pytest.Monk
             export(later, tmp_path)
         return on_host(*args)
 
-    def too_late(lock: int, how: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        (tmp_path / directories.LOCK).unlink()  # as the end of the other export does
-        flock(lock, how)
-
     monkeypatch.setattr(hugging_face, "on_host", meanwhile)
     for exported in (model, later):
         export(exported, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
         load_pretrained(loaded, tmp_path)
         assert_equal(loaded.state_dict(), exported.state_dict())
-        monkeypatch.setattr(fcntl, "flock", too_late)
